@@ -19,7 +19,8 @@ _NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # YAML reads 0755 as octal 4
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's loader is ten times as fast
-    """PyYAML's safe loader, which makes only plain values. This subclass also refuses repeated keys and numbers that are not decimal."""
+    """PyYAML's safe loader, which makes only plain values. This subclass also refuses repeated keys, and integers that YAML reads as octal
+    or in base 60."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

@@ -1,4 +1,4 @@
-"""Divides a MoE layer's tokens among the tensor-parallel ranks (tp), and joins the results, so that only one rank of tp routes a token.
+"""Divides a MoE layer's tokens among the tensor-parallel ranks (tp), so that only one of them routes each token, and joins the results.
 
 A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. There are three
 ways to hold tokens outside of the layer (B sequences of L tokens, width D, t ranks of tp, q ranks of a grid's axis tp_col):
@@ -11,7 +11,7 @@ ways to hold tokens outside of the layer (B sequences of L tokens, width D, t ra
                 grid, [B L, D / q]                  (parallel/tensor/grid.py)
 
 The experts' ranks (ep) can include the tp axis (MoE parallel folding, arXiv 2504.14960). A group is a set of tokens that share capacity or
-a balance loss. If a group has tokens on several ranks, these ranks exchange what routing needs to know about it (moe/router/slices.py).
+a balance loss. If a group is on several ranks, these ranks exchange the group's chosen experts, logits or sums (moe/router/slices.py).
 """
 
 from __future__ import annotations

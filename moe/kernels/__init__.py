@@ -29,7 +29,7 @@ _ALIGNED_BYTES = {"grouped_mm": 16}  # kernels -> alignment in bytes; rows of ma
 
 
 def choose(name: str = "auto") -> ModuleType:
-    """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if Triton is not installed or has no GPU.
+    """Return the module of kernels called `name`. Raise BadInput for an unknown name, and for Triton's kernels without Triton or a GPU.
     A module is imported only when it is chosen, because the planner imports this package without torch.
     """
     if name not in _NAMES:

@@ -38,7 +38,7 @@ def _by_device(name: str) -> Callable[..., Any]:
     def call(first: Tensor, *rest: Any, **named: Any) -> Any:
         kernels = kernels_of(first)
         made = getattr(kernels, name)(first, *rest, **named)
-        # Triton computes nothing from fake tensors. So if the values of all inputs are known, `cpu` computes the decisions from them
+        # Triton computes no values for fake tensors. If the inputs' values are known in a rehearsal, `cpu` computes the decisions' values
         return made if kernels is cpu or name not in _DECISIONS else supposed_as(made, getattr(cpu, name), first, *rest, **named)
 
     return call

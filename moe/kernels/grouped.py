@@ -3,9 +3,9 @@
     rows sorted by expert      | 0 0 0 | 1 1 | 2 2 2 2 2 2 2 | 3 3 |
     blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
 
-One batched product computes a block: neighbouring experts with similar numbers of rows, each padded to the largest. A block has at most
-1.25 times as many rows with padding as without (few rows in text generation: 3 times; 16-bit products on the CPU: 1.5 times or 32 rows per
-expert, before rounding up to multiples of 32). In fp32, a block's hidden rows fit into the CPU's cache.
+One batched product computes a block: neighbouring experts, each padded to the largest number of rows among them. Padding makes a block at
+most 1.25 times as large; in text generation, with few rows, 3 times. For 16-bit products on the CPU, the limit is 1.5 times, or 32 rows per
+expert if that is more, and rows are then rounded up to multiples of 32. In fp32, a block's hidden rows fit into the CPU's cache.
 
 Only the input and the pre-activations are saved for the backward pass (SonicMoE, arXiv 2512.14080), which gathers the rows and computes
 the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient without the factor gate. Biases are added to padding
@@ -43,7 +43,7 @@ Factors = tuple["Block", Tensor, Tensor, Tensor | None]  # (block, activation A,
 @dataclass(frozen=True)
 class Block:
     """Experts [first, last), which one batched product computes. Their rows are [begin, end) of the R routed rows.
-    In the padded buffer of Q rows they begin at row `start`, with `each` rows an expert.
+    In the padded buffer of Q rows they begin at row `start`, with `each` rows per expert.
     """
 
     first: int
@@ -68,9 +68,9 @@ class Block:
 
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
     """Cut the experts into blocks, given each expert's number of rows. `row_bytes`: scratch memory of a row.
-    Experts without rows in front of a block belong to no block. For 16-bit products on the CPU, blocks are larger and padded to
-    multiples of 32 rows, so that fewer shapes occur. The first product of a new shape takes 15 times as long as later ones (measured by
-    python -m tests.measured small-costs).
+    A block begins with an expert that has rows, so an expert without rows may be in no block. For 16-bit products on the CPU, blocks are
+    larger and padded to multiples of 32 rows, so that fewer shapes occur. The first product of a new shape takes 15 times as long as
+    later ones (measured by python -m tests.measured small-costs).
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)
@@ -101,9 +101,9 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
 
 @dataclass(frozen=True)
 class Rows:
-    """R routed rows arranged in blocks, with rows of padding between them: Q rows together. `source_Q`: index of the source row that each
-    of the Q rows copies; for padding, any row's index. `place_R`: index of each routed row among the Q rows. `real_Q`: fp32, 1 for routed
-    rows and 0 for padding. `place_R` and `real_Q` are None if there is no padding."""
+    """R routed rows arranged in blocks, and padded to Q rows. `source_Q`: index of the source row that each of the Q rows copies; for
+    padding, any row's index. `place_R`: index of each routed row among the Q rows. `real_Q`: fp32, 1 for routed rows and 0 for padding.
+    `place_R` and `real_Q` are None if there is no padding."""
 
     blocks: list[Block]
     source_Q: Tensor
@@ -131,7 +131,7 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
     cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
         return Rows(cut, source_R, None, None)
-    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # each expert's first row of the Q rows
+    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # each expert's first index among the Q rows
     held = [count for b in cut for count in counts[b.first : b.last]]
     ends, device = list(accumulate(held)), source_R.device
     shifts = [start - (end - count) for start, end, count in zip(starts, ends, held, strict=True)]
@@ -223,7 +223,8 @@ class _Network(torch.autograd.Function):
                 _multiply(grad_g, _weights(w3, b, x).mT, other := torch.empty_like(x))
                 back += other
             if euler and grad_gate_Q is not None:
-                grad_gate_Q[b.padded] = _dot(back, x)  # <dX, X> = <dY, Y>: f(c x) = c f(x) for relu without biases, c > 0 (Euler)
+                # the gate's gradient <dY, Y> equals <dX, X> for relu without biases, as Y(c X) = c Y(X) for c > 0 (Euler's theorem)
+                grad_gate_Q[b.padded] = _dot(back, x)
             if pending is None:
                 _weight_gradients(grads, a, grad_h, grad_g, grad_y, x, gate, b)
             else:
@@ -328,8 +329,8 @@ def _multiply(rows_QI: Tensor, weights: Tensor, out_QO: Tensor) -> None:
 def _weight_gradients(
     grads: list[Tensor | None], a: Tensor, grad_h: Tensor, grad_g: Tensor | None, grad_y: Tensor, x: Tensor, gate: Tensor | None, b: Block
 ) -> None:
-    """Write the block's gradients of w1, w2 and w3 into `grads`. Gates multiply x and grad_y, which have fewer columns than the hidden
-    rows."""
+    """Write the block's gradients of w1, w2 and w3 into `grads`. The gates multiply x and grad_y, so that the three tensors of hidden
+    units need no gates."""
     grad_y, x = (rows if gate is None else _times_gate(rows, gate) for rows in (grad_y, x))
     for left, right, out in ((x, grad_h, grads[0]), (a, grad_y, grads[1]), (x, grad_g, grads[2])):
         _weight_gradient(left, right, out, b)

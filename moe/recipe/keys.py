@@ -15,7 +15,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput, did_you_mean, some
 
 ALL = "all"  # in `moe show --keys all`: every section
-ABOVE_0 = "above 0"  # stands for the values of a number that switch something on: all but 0 and null
+ABOVE_0 = "above 0"  # in `settings`: stands for the values of a numeric key that switch a feature on, which are all but 0 and null
 
 
 @cache

@@ -28,8 +28,8 @@ _FALSE = ("false", "0", "no", "off")
 
 @dataclass(frozen=True)
 class Meant:
-    """How to say in a recipe what a setting of another tool says. One of the four fields is set.
-    keys: the recipe's keys with their values. unit: a text "KEY, its unit or possible values" for a key that needs another value than the
+    """The counterpart in moe of another tool's setting. One of the four fields is set.
+    keys: a recipe's keys with their values. unit: a text "KEY, its unit or possible values" for a key that needs another value than the
     other tool's, for example "train.global_batch, in sequences". flag: a flag of `moe`. needless: why no key is needed."""
 
     keys: dict[str, Any] = field(default_factory=dict)

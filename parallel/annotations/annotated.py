@@ -35,7 +35,7 @@ def device_mesh(sizes: Sizes, *, device: str = "cpu") -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Rank:
-    """An argument of every Compute function: this rank's place in the mesh, and the operator to compute. sizes: mesh axis -> size.
+    """An argument of every Compute function: this rank's position in the mesh, and the operator to compute. sizes: mesh axis -> size.
     work: the operator with its sharding. factors: letter of the operator's rule -> size in the unsharded model."""
 
     mesh: DeviceMesh

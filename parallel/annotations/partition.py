@@ -1,7 +1,7 @@
 """SPMD program of a graph: computation and communication of each rank, given the sharding of every tensor and every operator.
 
-    forward     tensor --enter--> sharded as the operator reads it --compute--> result, perhaps partial sums --leave--> tensor
-    backward    gradient <--enter-- partial sums <--compute-- whole gradient of the result <--leave-- gradient of the tensor
+    forward     input --enter--> input as the operator reads it --compute--> result, perhaps partial sums --leave--> output
+    backward    input's gradient <--enter-- perhaps partial sums <--compute-- result's gradient <--leave-- output's gradient
 
 A tensor has one sharding between operators and may have another inside an operator. "enter": the collectives (resharding.py) from the
 sharding between operators to the sharding inside; "leave": the reverse. A factor is a letter of an operator's einsum rule ("bld,df->blf").
@@ -86,7 +86,7 @@ class Machine:
 @dataclass(frozen=True)
 class Program:
     """SPMD program of a graph. mesh: axis -> size. shardings: name of each tensor -> its sharding between operators. work: sharding of each
-    operator, in order. conflicts: choices between two shardings that were necessary when the shardings were determined."""
+    operator, in order. conflicts: all cases in which one of two shardings was chosen and the other rejected."""
 
     graph: Graph
     mesh: Sizes
@@ -188,7 +188,7 @@ def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
     """Return the mesh axes over which a tensor with these letters has partial sums inside an operator with these cuts: the axes that shard
-    a letter of the operator that the tensor lacks. but: letters that are left out."""
+    a letter of the operator that the tensor lacks. but: letters whose axes are left out of the result."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 

@@ -29,7 +29,8 @@ from parallel.errors import BadInput, did_you_mean
 Axes = tuple[str, ...]
 Sizes = Mapping[str, int]  # axis of a mesh -> size, in order: the last axis varies fastest from rank to rank
 Kind = Literal["slice", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
-_TIMES_SENT = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}  # factor of the bytes in the table above
+# number of times that a rank sends n - 1 shards in a step (table above)
+_TIMES_SENT = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def compile_async_io(say: Callable[[str], None]) -> None:
                 get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
     except (RuntimeError, ImportError, OSError) as failed:
         lines = str(failed).splitlines()
-        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])  # the rest are commands
+        # the other lines are the compilers' commands
+        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])
         raise BadInput(
             "sharding.offload",
             got=f"nvme, whose async_io does not compile ({why})",

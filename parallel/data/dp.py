@@ -62,8 +62,8 @@ def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.
 
 
 def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], meeting: _Meeting) -> list[Any]:
-    """Run replica i on parts[i], each in a thread, and return their outputs. If replicas failed, raise the error of the first of them,
-    after all threads have ended."""
+    """Run replica i on parts[i], each in a thread, and return the outputs. If replicas fail, raise the error that is the cause, after all
+    threads have ended."""
     outputs: list[Any] = [None] * len(replicas)
     errors: list[BaseException | None] = [None] * len(replicas)
     grad = torch.is_grad_enabled()  # new threads do not inherit this setting
@@ -82,7 +82,8 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
     for thread in threads:
         thread.join()
     failed = [error for error in errors if error is not None]
-    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # broken barriers follow from other errors
+    # BrokenBarrierError comes last: another replica's error caused it
+    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return outputs
 

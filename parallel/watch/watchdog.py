@@ -64,8 +64,8 @@ class Watchdog:
         self.line: str | None = None
         self.prints, self.kind = False, ""
         self._store, self._listener_store = (dist.PrefixStore("watch", store.clone()) for _ in range(2))
-        # number of the next question; whether the main thread is ending and prints the line itself; number of ranks that answered the last
-        # question, and so will read its verdict
+        # _round: number of the next question. _leaving: whether the main thread is ending, and prints the line itself. _readers: number of
+        # ranks that answered the last question, and so will read its verdict
         self._round, self._leaving, self._readers = 1, False, world_size
         self._stopped, self._decided = threading.Event(), threading.Event()
         self._noted_at = -1.0
@@ -345,8 +345,8 @@ def current() -> Watchdog | None:
 
 
 def enter(phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-    """Record that this rank enters another phase of its work. step: number from 1. patience: factor of the watchdog's time limit. None:
-    unchanged."""
+    """Record that this rank enters another phase of its work. step: number of the step, from 1. patience: factor of the watchdog's time
+    limit. For either, None means unchanged."""
     if _of_process is not None:
         _of_process.record.enter(phase, step=step, patience=patience)
 
@@ -368,7 +368,7 @@ def ended_by(error: BaseException) -> Ended | None:
 
 
 def prints_line() -> bool | None:
-    """Return whether this rank prints the watchdog's diagnosis. None if there is none: the watchdog did not end the run, or this process
+    """Return whether this rank prints the watchdog's diagnosis. None without a diagnosis: the watchdog did not end the run, or this process
     has no watchdog, as in a run on one rank."""
     return None if _of_process is None or _of_process.line is None else _of_process.prints
 

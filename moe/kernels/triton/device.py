@@ -85,8 +85,8 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
 def held_tiles(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> tuple[int, bool]:
     """Return (group, across), which set the order in which the tiles of a weight gradient [height, width] are computed (gemm.py, `placed`).
 
-    A group is `group` tile rows, or tile columns if `across`. The group's part of the narrower operand stays in the L2 cache while the
-    wider operand is read. `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device.
+    A group is `group` tile rows, or tile columns if `across`. The columns of the narrower operand that a group reads stay in the L2 cache
+    while the wider operand is read. `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device.
     """
     room = _l2_bytes(like.device) // 3  # a third: each half of the cache may keep a copy, and the wider operand needs room too
     across = width < height

@@ -3,8 +3,8 @@ A choice is one of the K experts of a token.
 
 Counting sort, stable:   count   number of choices of each expert in each block of choices
                          scan    number of the expert's choices in earlier blocks
-                         rank    that number + earlier choices of the same expert in the block; for the position after
-                                 sorting by expert, + all choices of experts with lower numbers
+                         rank    a choice's rank: scan's number + earlier choices of the same expert in the block;
+                                 position after sorting by expert: rank + number of choices of all lower experts
 
 The choices may be gathered from several ranks of the mesh: `row` [T] then has the row of each token in the gathered choices.
 
@@ -170,7 +170,8 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     passed_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((1,), tl.int32)
     begin_R = passed_R
-    for first in range(0, P * B, BLOCK_N):  # pairs in the order of (bin, source): count the pairs before the row's pair, and their rows
+    # pairs sorted by (bin, source): count the pairs before the row's pair (passed_R) and their rows (begin_R)
+    for first in range(0, P * B, BLOCK_N):
         pair_N = first + tl.arange(0, BLOCK_N)
         count_N = tl.load(counts + pair_N % P * B + pair_N // P, mask=pair_N < P * B, other=0).to(tl.int32)
         ended_RN = (end + tl.cumsum(count_N, axis=0))[None, :] <= row_R[:, None]
@@ -178,7 +179,8 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
         begin_R += tl.sum(tl.where(ended_RN, count_N[None, :], 0), axis=1)
         end += tl.sum(count_N, axis=0)
     mine_R = passed_R % P * B + passed_R // P
-    for first in range(0, P * B, BLOCK_N):  # pairs as they arrived, (source, bin): subtract the rows before the row's pair from begin_R
+    # pairs in the order of arrival, (source, bin): subtract the number of rows before the row's pair from begin_R
+    for first in range(0, P * B, BLOCK_N):
         pair_N = first + tl.arange(0, BLOCK_N)
         count_N = tl.load(counts + pair_N, mask=pair_N < P * B, other=0).to(tl.int32)
         begin_R -= tl.sum(tl.where(pair_N[None, :] < mine_R[:, None], count_N[None, :], 0), axis=1)

@@ -27,7 +27,7 @@ MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight 
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
 Apart = tuple[Times, Times]  # (forward, backward) seconds of one micro-batch on each stage
 Rounded = tuple[float, ...]  # times of the stages in rounding units (`unit` in pipeline_time)
-How = Literal["simulated", "least", "alone"]  # simulated: exact; least, alone: a lower bound (they differ only in cost.py)
+How = Literal["simulated", "least", "alone"]  # simulated: exact; least, alone: the same lower bound here (step_time tells them apart)
 
 
 def crossings(plan: Plan) -> int:
@@ -54,8 +54,8 @@ def pipeline_time(
     """Seconds from the first forward pass to the last backward pass of a step.
 
     forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients, which are part of `backward`.
-    sent: seconds of a message between stages. stages: (forward, backward) seconds of each stage; None: all stages of a rank are equal.
-    how: for schedules without a closed form. `simulated`: simulate them. `least`, `alone`: return the same lower bound, without simulation.
+    sent: seconds of a message between stages. stages: (forward, backward) seconds of each stage; None: a rank's stages take equal times.
+    how: for schedules without a closed form. `simulated`: the exact time, by simulation. `least` or `alone`: a lower bound.
     """
     passes = PassTimes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:

@@ -1,7 +1,7 @@
 """Predicts the seconds of a pipeline stage for one micro-batch, and the timeline of all stages.
 
     layers of a stage   number of layers x seconds of a layer (layer_time.py); the last stage also has the head
-    host and device     a pass takes the longer of the two times, plus a part of the shorter (Program.alone)
+    host and device     a pass takes the longer of its times on both, plus a fraction (Program.alone) of the shorter
     timeline            the schedule's order of actions with these seconds, simulated
 
 A timeline has only forward and backward passes, not the work done once per step, such as gradient reductions and the optimizer.
@@ -120,10 +120,10 @@ def rank_layers(network: Network, plan: Plan) -> tuple[Counts, ...]:
 
 @lru_cache(maxsize=5_000)
 def _kinds(network: Network, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int) -> Kinds:
-    """Return the Kind of each rank: all that distinguishes its time from other ranks' (numbers of layers, whether it has the first or last
-    stage). given: Plan.stage_layers. where: placement of `pp` * `chunks` stages on the ranks. every: Plan.recompute_every (1: all)."""
+    """Return the Kinds of the ranks. A rank's Kind has all that its time depends on: its numbers of layers, and whether it has the first or
+    last stage. given: Plan.stage_layers. where: placement of `pp` * `chunks` stages on the ranks. every: Plan.recompute_every (1: all)."""
     whole, again = (_of_ranks(network, given, homes_at(where, pp, chunks), n) for n in (1, every))
-    first, last = 0, 0 if where == "v" else len(whole) - 1  # with `v`, the second half of the stages runs back up the ranks
+    first, last = 0, 0 if where == "v" else len(whole) - 1  # with `v`, rank 0 has the first and the last stage
     kinds = [(*both, i == first, i == last) for i, both in enumerate(zip(whole, again, strict=True))]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     return Kinds(tuple(numbers), tuple(numbers[kind] for kind in kinds))
@@ -227,7 +227,7 @@ def _repeated(layer: Layer, program: Program, recompute: Recomputed) -> Pass:
 
 @lru_cache(maxsize=20_000)
 def _held(network: Network, plan: Plan, layers: Counts, first: bool, last: bool) -> counts.Elements:
-    """Parameters of a rank with these numbers of layers. first, last: whether the rank has the model's first stage, its last stage."""
+    """Numbers of parameters of a rank with these layers. first, last: whether the rank has the model's first stage, its last stage."""
     found = counts.ends(network, plan, first=first, last=last)
     for number, (run, sparse) in zip(layers, product(network.halves, (False, True)), strict=True):
         found += counts.layer(run, plan, run.sparse_layers[0] if number and sparse else -1).times(number)  # -1: a layer without experts
@@ -269,7 +269,8 @@ def priced(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int 
 
 
 def pictured(plan: Plan) -> int:
-    """Return a number of micro-batches for a readable picture: 4, 3 or 2 per rank, with at most MOST_ACTIONS actions if possible."""
+    """Return a number of micro-batches for a readable picture: the plan's, but at most 4 per rank, or 3 or 2 if the picture would have more
+    than MOST_ACTIONS actions."""
     kind = SCHEDULES.get(plan.schedule)
     splits = 3 if kind is not None and kind.splits_backward else 2
     for each in (4, 3, 2):

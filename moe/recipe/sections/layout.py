@@ -63,9 +63,9 @@ class Sharding(Section, alters="cost"):
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
-        """Return the engine that runs: the one that sharding.engine names, else `named`. With pp > 1, an engine is replaced if it does not
-        support pipeline stages. flat: whether the optimizer can update flat ranges of fp32 elements. If it cannot, an engine that needs
-        this is replaced, but only with sharding.engine auto."""
+        """Return the engine that runs: the one that sharding.engine names (auto: `named`), or its replacement. With pp > 1, `with_stages`
+        replaces an engine that does not support pipeline stages. With sharding.engine auto, `unless_flat` replaces an engine whose
+        optimizer must update flat ranges of fp32 elements. flat: whether the optimizer can do so."""
         chosen = ENGINES.get(self.engine, self.named)
         other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen

@@ -50,9 +50,9 @@ def record(
     """Record the step in the body of `for step in record(...)` into this rank's files in `folder`. They replace files of earlier steps.
 
     model: the object that the body calls, wrapped (DDP, FSDP, ...) or not. others: the optimizers, and all other objects with a state_dict
-    that the body changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: only a sample is recorded of a
-    tensor with more elements than this. pin: folder for routing choices (choices.py). A single process runs the body once more, to write
-    its routers' choices there; all other runs replay them.
+    that the body changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: tensors with more elements than
+    this are recorded as samples. pin: folder for routing choices (choices.py). A single process runs the body once more, to write its
+    routers' choices there; all other runs replay them.
 
     A single process also repeats the step with sums in other orders, to measure rounding. Raises BadInput if a gradient or norm is
     not finite in such a repeat.
@@ -104,8 +104,8 @@ def _refuse_infinite(record: Recorded) -> None:
 
 
 class Step:
-    """Records one run of the loop's body. most: only a sample is recorded of a tensor with more elements than this. given: routing choices
-    to replay; None: the routers choose."""
+    """Records one run of the loop's body. most: tensors with more elements than this are recorded as samples. given: routing choices to
+    replay; None: the routers choose."""
 
     def __init__(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], record: Recorded, most: int, given: Given | None = None

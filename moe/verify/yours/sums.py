@@ -22,7 +22,7 @@ def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> lis
     ranks (as for gradients of tensors without a dim of samples). Return None if both deviate."""
     for together in (groups := of.readers, [list(range(len(own)))]):
         seen = [_sum(of, key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
-        # for a sum over all ranks if they have different samples: it must equal the whole value, not the entries of some samples
+        # a sum over all ranks with different samples must equal the whole value, not only its entries for some samples
         apart = len(groups) > 1 and len(together) == 1
         if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
             return [s for s in seen if s is not None]
