@@ -19,7 +19,7 @@ _NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # YAML reads 0755 as octal 4
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's loader is ten times as fast
-    """PyYAML's safe loader, which makes only plain values. This subclass also refuses repeated keys, and integers that YAML reads as octal
+    """PyYAML's safe loader, which makes only plain values. This subclass also refuses repeated keys, and numbers that YAML reads as octal
     or in base 60."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -32,13 +32,15 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         made: dict[Any, Any] = super().construct_mapping(node, deep)
         return made
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+    def construct_number(self, node: yaml.ScalarNode) -> float:
         if _NOT_DECIMAL.match(node.value):
             raise _refused(f"{node.value}, which YAML reads as another number", node.start_mark)
-        return int(super().construct_yaml_int(node))
+        made: float = self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
+        return made
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
 
 
 def load(text: str) -> Any:
