@@ -226,7 +226,7 @@ class Comparison:
         return 1.0
 
     def pieces(self, key: Key) -> list[Piece | None]:
-        """Return for each rank the tensors of all its calls under this key, joined to one; None if there are none, or if they cannot be joined.
+        """Return for each rank the tensors of all its calls under this key, joined to one; None if there are none or they cannot be joined.
         Terms of a sum on several ranks (a DTensor with Partial) are added."""
         own = [joined(r.pieces[key], key.kind, self.one.pieces.get(key, [])) if key in r.pieces else None for r in self.ranks]
         summed = []
