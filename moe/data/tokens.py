@@ -76,9 +76,9 @@ def open_or_build(
     corpus: Corpus, data: Data, *, cache: Path, given: dict[str, Any] | None = None, verify: bool = False, log: Log = print
 ) -> TokenFiles:
     """Open the token files of a corpus; build them first if they are missing or damaged. Raises BadInput for bad text and an unusable
-    cache. `given`: description of the tokenizer to use; None: the recipe's. If the cache has files that the recipe's own tokenizer encoded,
-    and this tokenizer equals `given`, these files are used. `verify`: hash large files too, although their times are unchanged. `log`:
-    prints a line."""
+    cache. `given`: description of the tokenizer to use; None: the recipe's. Cached files that the
+    recipe's own tokenizer encoded are used too, if it equals `given`. `verify`: hash large files too, although their times are unchanged.
+    `log`: prints a line."""
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
