@@ -31,10 +31,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenShard:
-    """One rank's part of a batch of `num_sequences` sequences of `length` tokens. `sequences`: indices of the rank's sequences.
-    `positions`: the positions in them that the rank reads.
+    """One rank's shard of a batch of `num_sequences` sequences of `length` tokens. `sequences`: indices of the rank's sequences.
+    `positions`: the positions in each sequence that the rank reads.
 
-    A part is stored as [sequences, columns]. `columns`, ascending, are the rank's positions and, for the targets, the position after each.
+    A shard is stored as [sequences, columns]. `columns`, ascending, are the rank's positions and, for the targets, the position after each.
     In an encoder-decoder, the first `source` of `positions` are the encoder's input and have no targets. `axes`: mesh axes whose ranks
     together read every token once, so losses, counts and the experts' loads are summed over these.
     """
@@ -50,7 +50,7 @@ class TokenShard:
     def of(
         mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous", over: tuple[str, ...] = ("dp",), source: int = 0
     ) -> TokenShard:
-        """Return this rank's part. `order`: a kind in parallel/sequence/order.py. `over`: axes along which ranks have different sequences.
+        """Return this rank's shard. `order`: a kind in parallel/sequence/order.py. `over`: axes along which ranks have different sequences.
         `source`: number of tokens of a sequence that an encoder reads. Raises BadInput if the axes do not divide the batch."""
         dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
@@ -96,16 +96,16 @@ class TokenShard:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of this rank's part: [sequences, columns]."""
+        """The shape of this rank's shard: [sequences, columns]."""
         return len(self.sequences), len(self.columns)
 
     def of_batch(self, batch: Batch) -> Batch:
-        """Return this rank's part of `batch`, [num_sequences, length + 1]; a view if the rank's columns are contiguous."""
+        """Return this rank's shard of `batch` [num_sequences, length + 1]; a view if the rank's columns are contiguous."""
         rows, columns = batch[self.sequences.start : self.sequences.stop], self.columns
         return rows[:, slice(columns[0], columns[-1] + 1) if self._is_contiguous else columns]  # type: ignore[no-any-return]
 
     def inputs(self, part: Batch) -> Batch:
-        """Return the tokens that the model reads, [n, positions]. `part`: this rank's part, or n sequences of it."""
+        """Return the tokens that the model reads, [n, positions]. `part`: this rank's shard, or n sequences of it."""
         return self._at(part, 0)
 
     def targets(self, part: Batch) -> Batch:
@@ -130,8 +130,8 @@ class TokenShard:
 
 def orders_of(mesh: Mesh, kind: str, length: int, *, source: int = 0) -> tuple[Order, ...]:
     """Return the Orders that assign positions in sequences of `length` tokens to sp ranks: one, of this `kind`. In an encoder-decoder,
-    whose encoder reads the first `source` tokens, return two: the encoder's and the decoder's. Raises BadInput if ranks do not divide a
-    length."""
+    whose encoder reads the first `source` tokens, return two: the encoder's and the decoder's. Raises BadInput if a length
+    cannot be divided evenly among the sp ranks."""
     of = partial(Order, size=mesh.axis("sp_ring").size, inner=mesh.axis("sp_heads").size)
     encoder = (of("contiguous", length=source, causal=False),) if source else ()
     return (*encoder, of(kind, length=length - source))

@@ -39,7 +39,7 @@ def read_file(named: str) -> Tokenizer:
 
 
 def check_file(named: str) -> None:
-    """Raise BadInput if there is no file `named`, the recipe's data.tokenizer."""
+    """Raise BadInput if the file `named`, the recipe's data.tokenizer, does not exist."""
     if not user_path(named, what="data.tokenizer").is_file():
         needed, fix = "a tokenizer.json that exists", "check the spelling and the folder you are in"
         raise BadInput("data.tokenizer", got=named, needed=needed, fix=fix)

@@ -76,9 +76,9 @@ def open_or_build(
     corpus: Corpus, data: Data, *, cache: Path, given: dict[str, Any] | None = None, verify: bool = False, log: Log = print
 ) -> TokenFiles:
     """Open the token files of a corpus; build them first if they are missing or damaged. Raises BadInput for bad text and an unusable
-    cache. `given`: description of the tokenizer to use; None: the recipe's. If the cache has files that the recipe's own tokenizer encoded,
-    and this tokenizer equals `given`, these files are used. `verify`: hash large files too, although their times are unchanged. `log`:
-    prints a line."""
+    cache. `given`: description of the tokenizer to use; None: the recipe's. Cached files that the
+    recipe's own tokenizer encoded are used too, if it equals `given`. `verify`: hash large files too, although their times are unchanged.
+    `log`: prints a line."""
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
@@ -103,15 +103,15 @@ def _open_or_build(
 
 
 def cached(named: Path, opened: Callable[[bool], Kept], build: Callable[[bool], Kept], log: Log) -> Kept:
-    """Return what `opened` reads at the path `named` in the cache. If it is missing or damaged, one process makes it with `build`, and
-    others wait. opened(locked): returns it, or raises FileNotFoundError or Damaged; `locked`: whether this process holds the lock.
-    build(locked): makes and returns it; `locked` is False on a file system without locks."""
+    """Return the cache entry at the path `named`. If the entry is missing or damaged, one process makes it with `build`, and others wait.
+    opened(again): reads and returns the entry, or raises FileNotFoundError or Damaged; `again`: True in the second try, after the wait.
+    build(locked): makes and returns the entry; `locked`: whether this process holds the lock, False on a file system without locks."""
     with usable(named.parent):
         with contextlib.suppress(FileNotFoundError, Damaged):
             return opened(False)
         named.parent.mkdir(parents=True, exist_ok=True)
         with locked_alone(named.parent / f"{named.name}.lock", log) as locked:
-            try:  # another process may have made it while this one waited for the lock
+            try:  # another process may have made the entry while this one waited for the lock
                 return opened(True)
             except Damaged as damage:
                 log(f"data: tokens in {named} are damaged ({damage}): they are made again")

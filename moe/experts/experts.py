@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 MATRICES = ("w1", "w2", "w3")
 # the dim of hidden units in each stacked tensor [E, ...]; the adapters w1_a, w3_a and w2_b (moe/nn/lora.py) have no such dim
 HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1, "w1_b": 2, "w2_a": 1, "w3_b": 2}
-ExpertChunk = Network | slice | None  # some held experts: their network or, with tiles, a range of indices; None: all
+ExpertChunk = Network | slice | None  # some of this rank's experts, as a Network or, with tiles, as a range of indices; None: all
 
 
 class Routed(NamedTuple):
-    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]. Passed as `counts` if the input is tokens instead of rows."""
+    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]. Passed to Experts.forward as
+    `counts` if its input is tokens instead of rows."""
 
     gate_TK: Tensor
     plan: Plan

@@ -195,7 +195,7 @@ class MoELayer(nn.Module):
 
 
 def _without_free(routing: Routing, num_experts: int) -> Routing:
-    """Return the routing for the dispatcher, which knows only experts with networks. Choices of free experts (skip and zero experts, which
+    """Return the routing for the dispatcher, which runs only experts with networks. Choices of free experts (skip and zero experts, which
     have no network) count as dropped there. `num_experts`: number of experts with networks."""
     kept_TK, probs_TE = routing.kept_TK & (routing.expert_TK < num_experts), routing.probs_TE[:, :num_experts]
     return replace(routing, expert_TK=routing.expert_TK.clamp(max=num_experts - 1), kept_TK=kept_TK, probs_TE=probs_TE)

@@ -205,8 +205,7 @@ def _report(layer: Layer) -> Tensor:
 
 
 def version_read(step: int, age: int) -> int:
-    """Return the version of the weights with which the gradient of `step` is computed: the number of updates that it contains. age: delay,
-    in updates."""
+    """Return the version (number of updates) of the weights with which the gradient of `step` is computed. age: delay, in updates."""
     # at least 1 from step 1 on: the ranks run step 0 alone and drain the pipeline (layouts.py), then stream the other steps
     return max(min(step, 1), step - age)
 

@@ -4,7 +4,7 @@
     writer                                   | write its files ...... | rank 0: waits for all parts, then commits
 
 Writers of different ranks communicate only through the folder: a rank's part is complete when its record, `rank-00003.json`, exists. So
-writers run no collectives, which could mix with training's. If a writer fails, all ranks learn it in `settle`.
+writers run no collectives, which could mix with training's. If a writer fails, all ranks raise BadInput in `settle`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Saver:
         self.folder, self.world, self.keep = folder, world, keep
         self._writer: _Writer | None = None
         self._copies: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}  # (kind, name, start) -> copy, whose memory the next save reuses
-        self.known: int | None = None  # step of this run's newest checkpoint that all ranks know to be committed
+        self.known: int | None = None  # step of the newest checkpoint whose commit `save` or `settle` has confirmed on all ranks
         self._told: int | None = None  # step of the newest checkpoint that `news` has returned
 
     def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], prune: bool = True) -> None:
@@ -121,7 +121,7 @@ class _Writer(threading.Thread):
             self.wrote.set()
 
     def _all_wrote(self) -> bool:
-        """Wait until all ranks' parts are complete. Return False if a rank failed or gave up. Raise OSError if the folder is gone."""
+        """Wait for the parts of all ranks. Return False if a rank failed, or after `abandon`. Raise OSError if the folder is gone."""
         missing, folder = list(range(self.world.size)), checkpoint.temporary(self.folder, self.step)
         while not self.given_up.is_set():
             missing = [rank for rank in missing if not checkpoint.record_of(folder, rank).exists()]

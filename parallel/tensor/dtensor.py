@@ -119,9 +119,8 @@ def column_products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence
 
 
 def row_products(h: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor], *, ranks: Ranks) -> list[Tensor]:
-    """Return this rank's part of h W^T for each W, as DTensors: partial sums over its inputs, which `leave` adds over ranks. With LoRA's
-    narrow matrices A, return plain tensors instead: h W^T for each W, then h A^T for each A. LoRA's terms are added to the h W^T before
-    `leave`."""
+    """Return this rank's partial sums of h W^T for each W, as DTensors, which `leave` adds over ranks. With LoRA's narrow matrices A,
+    return plain tensors instead: h W^T for each W, then h A^T for each A. LoRA's terms are added to the h W^T before `leave`."""
     from torch.distributed.tensor import Shard
 
     if narrow_rI:

@@ -161,7 +161,7 @@ def _gathered(mine_BlI: Tensor, axis: Axis, chunks: int) -> Iterator[Tensor]:
 
 
 def _joined(chunks_RBnI: Sequence[Tensor]) -> Tensor:
-    """Join gathered chunks to [B, L, I], in the order of the sequences."""
+    """Join gathered chunks to [B, L, I], with positions in the sequence's order."""
     whole_RBlI = chunks_RBnI[0] if len(chunks_RBnI) == 1 else torch.cat(list(chunks_RBnI), 2)
     return rearrange(whole_RBlI, "r b l i -> b (r l) i")
 

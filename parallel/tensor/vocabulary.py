@@ -35,8 +35,8 @@ from parallel.tensor.style import Shape, Style
 
 
 class _Vocabulary(Style):
-    """A vocabulary matrix [V, D]. Fills the slot (style.py) `others` of its module with this rank's collectives. Sets `first`, the index
-    of this rank's first row, on the module or on each of its tiles."""
+    """A vocabulary matrix [V, D]. `fill` sets the attribute `others` of its module to this rank's collectives, and the attribute `first`
+    of the module, or of each of its tiles, to the index of this rank's first row."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():

@@ -8,7 +8,7 @@ In a group, a rank that has entered a collective waits for the ranks that have f
 Culprits are the ranks that others wait for and that wait for no rank in any group. If ranks of a group ran a collective with different
 kind, dtype or size, this is reported first. Sends and receives are examined only if collectives show nothing.
 
-Traces are JSON or pickles. Pickles are read by a reader that knows only plain containers, numbers and text, so it runs no code of the file.
+Traces are JSON or pickles. The pickle reader accepts only plain containers, numbers and text, so it runs no code of the file.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Diagnosis:
 
 
 def read_folder(folder: Path) -> list[Trace]:
-    """Read all traces of a folder; their file names end with the rank. Raises BadInput if one is no trace, or if there is none."""
+    """Read all traces of a folder: the files with names that end with a rank. Raises BadInput if one of them is no trace, if two are of one
+    rank, or if there is none."""
     fix = "give the folder of the path in TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     if not folder.is_dir():
         raise BadInput("--trace", got=f"{folder}, which is no folder", needed="a folder of flight recorder traces", fix=fix)

@@ -85,8 +85,8 @@ class Dispatcher(ABC):
 class Exchange(ABC):
     """An opened dispatcher: for all layers of a model, or for one layer if `layer` returned it. Only its buffers persist between calls.
     `axes`: axes over which rows are sent. `etp`: the axis over which each expert's matrices are sharded. `placement`: the expert at each
-    place, with places numbered over the ranks of ep in order; None: expert p at place p. `meanwhile`: computes the part of the layer that
-    needs no other rank. `run` may call it once, while rows are being sent; if `run` does not, the layer calls it.
+    place (a slot for one expert; places are numbered rank by rank over ep); None: expert p at place p. `meanwhile`: computes the part of
+    the layer that needs no other rank. `run` may call it once, while rows are being sent; if `run` does not, the layer calls it.
     """
 
     axes: tuple[Axis, ...] = ()

@@ -130,5 +130,5 @@ class Steps(Exchange):
         return rows_RD if len(rows_RD) == len(plan.choice_R) else rows_RD[: len(plan.choice_R)], plan, steps
 
     def _cut(self, values_R: Tensor, steps: list[Step]) -> Sequence[Tensor]:
-        """Return the part of the R values that each step sends."""
+        """Split values of all R rows into the values of the rows that each step sends."""
         return (values_R,) if self.chunks == 1 else values_R.split([sum(step.send) for step in steps])

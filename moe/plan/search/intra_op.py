@@ -106,7 +106,7 @@ class _Program:
         self.rows: list[tuple[dict[int, float], float, float]] = []  # (column -> coefficient, lower bound, upper bound)
         for name, one in options.items():
             if not one:
-                got, fix = "no strategy that gives the sharding in `fixed`", "choose one that divides the operator's sizes"
+                got, fix = "no strategy that gives the sharding in `fixed`", "choose a sharding that divides the operator's sizes"
                 raise BadInput(f"operator {name}", got=got, needed="at least one", fix=fix)
             self.first[name] = len(self.costs)
             self.costs += [s.seconds * self.paid[name] for s in one]
@@ -153,8 +153,8 @@ class _Program:
                 self.rows.append((row, 0.0, 0.0))
 
     def within(self, memory_bytes: float, in_flight: int) -> None:
-        """Add the memory limit as a row: fractions of `memory_bytes`, at most 1 in sum. All kept outputs are in memory when the
-        backward pass begins."""
+        """Add a row for the memory limit: the sum of the chosen strategies' bytes / `memory_bytes` is at most 1. All kept outputs count,
+        because all are in memory when the backward pass begins."""
         row: dict[int, float] = {}
         for name, one in self.options.items():
             for i, s in enumerate(one):

@@ -118,9 +118,9 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
-        """Search on one mesh shape and add the results to `found`. Return [whether the strategies fit without recomputation, with it]; []
-        if no strategies fit into `limit`. same: pairs of operators that must get equal shardings. again: recomputed layer -> operator to
-        keep."""
+        """Search on one mesh shape and add the results to `found`. Return [whether the strategies fit into a device's memory without
+        recomputation, whether they fit with it]; [] if no strategies fit into `limit`. same: pairs of operators that must get equal
+        shardings. again: recomputed layer -> operator whose output is kept."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
         how |= {"large": 0} if again else {}  # round the relaxation's solution, because an integer program is slow if memory is tight

@@ -74,7 +74,7 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
     return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
 
 
-# collective in `grouping` -> number of kernels that copy its data; not listed: 1. The router's kernels read gathered choices in place
+# collective in `grouping` -> number of kernels that copy its data (not listed: 1); 0: the router's kernels read gathered choices in place
 _AROUND = {"all_gather": 0}
 
 

@@ -184,8 +184,8 @@ def _around(network: Network, plan: Plan, program: Program) -> float:
 
 def _of_second(plan: Plan, *, sparse: bool) -> float:
     """Return the fraction of the time of a layer's tp collectives that belongs to its second half, the dense network or the experts.
-    Experts need only an all-gather of their tokens, which takes half the time of attention's all-reduce. `exchange` has their other
-    messages. sparse: the layer has experts."""
+    Experts need only an all-gather of their tokens, which takes half the time of attention's all-reduce (if `sliced`, not even that).
+    `exchange` counts their other messages. sparse: the layer has experts."""
     if not sparse or plan.tensor in GRIDS:
         return 0.5
     return 0.0 if plan.tensor == "sliced" else 1 / 3
@@ -269,7 +269,7 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
 
 
 def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Times of router, dispatch and experts on the busiest rank. Each tp rank routes its own part of the tokens."""
+    """Times of router, dispatch and experts on the busiest rank. Each tp rank routes its own chunk of the tokens."""
     e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
     assert e is not None
     n, d = tokens_of(network, plan) / plan.tp, network.width

@@ -7,8 +7,8 @@
 
 The flow of a tensor x is the sum of x times its gradient over all elements and all ranks; ranks with the same x and the same gradient count
 once. In a layer that is linear in its input and in its weights, the flows of input, weights and output are equal (Euler's theorem on
-homogeneous functions). They pass through different collectives, so a gradient that lacks a rank's share, has it twice, or has a wrong
-factor breaks the law. The laws follow from the model alone and know no method of parallelism.
+homogeneous functions). They pass through different collectives, so a gradient that lacks a rank's term, has it twice, or has a wrong
+factor breaks the law. The laws follow from the model alone, whatever the method of parallelism.
 """
 
 from __future__ import annotations
@@ -234,6 +234,6 @@ def _columns(run: Run, seen: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _odd(texts: tuple[str, ...]) -> str:
-    """Return the first field in which the ranks' texts differ, such as the loss: the different values, joined by "|"."""
+    """Return the ranks' different values, joined by " | ", of the first field in which their texts differ, such as the loss."""
     parts = [re.split(r"(?<=[,(])\s*", text) for text in texts]
     return " | ".join(dict.fromkeys(next((each for each in zip(*parts, strict=False) if len({*each}) > 1), texts)))

@@ -222,13 +222,13 @@ class Watch(TorchDispatchMode):
                     self._owned(name, gradient)
 
     def _owned(self, name: str, gradient: Tensor) -> None:
-        """Record the flow of this rank's part of a parameter and, for the head, sums of the gradient's columns."""
+        """Record the flow of this rank's shard of a parameter and, for the head, sums of the gradient's columns."""
         layout = self.engine.layouts[name]
         both = (pieces(global_name(name), layout, self.mesh, tensor) for tensor in (self.held["weight"][name], gradient))
         for weight, part in zip(*both, strict=True):
             flows = self.seen.flows[-1].setdefault(weight.name, [])
-            # laws.py counts entries with equal hashes once, as copies. Here each part is recorded by its owner alone, so a unique number
-            # in place of the hash makes equal parts count too
+            # laws.py counts entries with equal hashes once, as copies. Here each piece is recorded by its owner alone, so a unique number
+            # in place of the hash makes equal pieces count too
             flows.append([self.mesh.rank * 2**20 + len(flows), *_flow(weight.tensor, part.tensor)])
             if weight.name == "head.weight":
                 g_VD = part.tensor.double()
@@ -253,12 +253,12 @@ class Watch(TorchDispatchMode):
 
     def _changed(self, before: dict[str, dict[str, Tensor]], *, finite: bool) -> None:
         """Record faults of an update: weights that stayed the same, weights that were rounded to 16 bits, and weights or first moments
-        (Adam) that a skipped step changed. before: result of `_held` before the step. finite: whether the gradients are finite; if not,
-        the step is skipped."""
+        (Adam) that a skipped step changed. After step 0, also record sums of first moments (`Seen.moments`). before: result of `_held`
+        before the step. finite: whether the gradients are finite; if not, the step is skipped."""
         step = len(self.seen.flows) - 1
         for name, weight in self.held["weight"].items():
             same = torch.equal(weight, before["weight"][name])
-            whole = weight.dtype == torch.float32  # in 16 bits a small update is rounded away
+            whole = weight.dtype == torch.float32  # only fp32 is checked: in 16 bits a small update is rounded away
             if finite and same and whole and self.gradients[name].any():
                 self.seen.remarks.append(f"not updated: {name} (step {step})")
             if finite and not same and whole and weight.numel() > 8 and torch.equal(weight, weight.bfloat16().to(weight.dtype)):
@@ -297,7 +297,7 @@ def _flow(value: Tensor, gradient: Tensor) -> list[float]:
 
 
 def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor; other tensors unchanged."""
+    """Return this rank's local shard of a DTensor; other tensors unchanged."""
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 

@@ -100,9 +100,9 @@ class Choices(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen), chosen)) if name == "topk" else chosen
 
     def _replayed(self, scores: Tensor, own: Tensor, best: Tensor) -> Tensor:
-        """Return the choices to use in place of `own`: those that one process recorded for the rank's tokens. On that one process, record
-        `own` and return it. A call whose scores do not have one row for each of the rank's tokens is not a router's, and gets `own`. own:
-        what topk or argmax chose here. best: the scores of these choices."""
+        """Return the choices that the single process recorded for the rank's tokens, to use in place of `own`. On the single process,
+        record `own` and return it. A call whose scores do not have one row for each of the rank's tokens is not a router's, and gets `own`.
+        own: the choices that topk or argmax made here. best: the scores of these choices."""
         if self.tokens is None:
             fix = "record without pin"
             raise BadInput(

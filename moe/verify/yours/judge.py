@@ -132,8 +132,8 @@ class Comparison:
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
         """Return `seen`, the weights after the step, without the differences that are explained by the allowed errors of their gradients.
-        If only a sample of a weight is recorded, the last entry is the norm of all its elements. Of its
-        difference, as large a part counts as explained as of the sample's, relative to the norms."""
+        If only a sample of a weight is recorded, the last entry is the norm of all its elements. The explained difference of this norm is
+        extrapolated from the sample: it is the same fraction of the norm."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or [] if s.part} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled, moved, squares = [], 0.0, 0.0
         for s in seen:
@@ -226,7 +226,7 @@ class Comparison:
         return 1.0
 
     def pieces(self, key: Key) -> list[Piece | None]:
-        """Return for each rank the tensors of all its calls under this key, joined to one; None if there are none, or if they do not join.
+        """Return for each rank the tensors of all its calls under this key, joined to one; None if there are none or they cannot be joined.
         Terms of a sum on several ranks (a DTensor with Partial) are added."""
         own = [joined(r.pieces[key], key.kind, self.one.pieces.get(key, [])) if key in r.pieces else None for r in self.ranks]
         summed = []
