@@ -1,7 +1,7 @@
 """Chats as sequences. They are rendered and encoded once, stored in the user's cache folder, and memory-mapped by every process.
 
     <cache>/chats-<key>.bin     a line of JSON with the SHA-256 of the rest: starts int64, ids uint32, predicted bool
-    chats of 5, 7, 3, 4 ids     packed into sequences of 12:   |0 0 0 0 0 1 1 1 1 1 1 1|2 2 2 3 3 3 3 . . . . .|
+    chats of 5, 7, 3, 4 ids     packed into sequences of 12:   |0 0 0 0 0 1 1 1 1 1 1 1|2 2 2 3 3 3 3 . . . . .|  (.: padding)
 
 The key is a hash of everything that the file depends on: the chats, the tokenizer with its template, the length, and the date if the
 template writes it. Packing is best-fit decreasing (Johnson et al. 1974; for training: arXiv 2404.10830): the longest chat is placed first,
@@ -34,7 +34,7 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.store.files import replace_file
 
-_FORMAT = 3  # version of these files and of the encoding of chats; part of the key
+_FORMAT = 3  # version of the cached file's format and of the encoding of chats; part of the key
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Chats:
 
 @dataclass(frozen=True)
 class ChatRows:
-    """Sequences of chats, with the methods of `Sequences` (moe/data/order.py). members: chats' numbers, sequence after sequence. starts:
-    index in `members` of each sequence's first chat, then the length of `members`. packed: whether a sequence may have several chats, with
-    marked beginnings."""
+    """Sequences of chats, with the methods of `Sequences` (moe/data/order.py). members: numbers of the chats, sequence after sequence.
+    starts: index in `members` of each sequence's first chat, then the length of `members`. packed: whether a sequence may have several
+    chats, with marked beginnings."""
 
     chats: Chats
     members: Ints

@@ -55,9 +55,9 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files to read. `names`: sorted POSIX paths under `root`. `source` mixed: *.jsonl are read by lines, tables by rows, others as text.
-    `tables`: names of the files with rows. `label`: name of the text in messages. `left_out`: entries of the folder that are not read.
-    `chosen`: whether data.source is not python_stdlib. `encoding`: Python's name of the encoding of text, lines and separated values."""
+    """Files to read. `names`: sorted POSIX paths under `root`. If `source` is mixed, *.jsonl are read by lines, `tables` by
+    rows, all others as text. `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`:
+    whether data.source is not python_stdlib. `encoding`: Python's name of the encoding of text, lines and separated values."""
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path
@@ -161,8 +161,8 @@ def _python_stdlib(text_key: formats.TextKey) -> Corpus:
 
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[Remark]]:
-    """Return the regular files under a folder as sorted relative POSIX paths, and remarks on entries that are left out: links to folders,
-    which may form circles, links to nothing, pipes, and files and folders without read permission. keep_folder, keep_file: say whether a
+    """Return the regular files under a folder as sorted relative POSIX paths, and remarks on entries that are left out: links to folders
+    (they may form cycles), broken links, pipes, and files and folders without read permission. keep_folder, keep_file: return whether a
     folder or file with this name is read. Raises BadInput if the folder is not readable."""
     left_out: list[Remark] = []
 

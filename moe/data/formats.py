@@ -133,7 +133,7 @@ def decoding(path: Path, encoding: str) -> Iterator[None]:
 def lines(path: Path, encoding: str = UTF_8) -> Iterator[bytes]:
     """Yield a file's lines as UTF-8 bytes. Raises BadInput for a line of a compressed file that exceeds the limit of a document and, if
     `encoding` is not UTF-8, for a line that cannot be decoded."""
-    limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1  # in bytes, or in characters if not UTF-8; -1: no limit
+    limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1  # in bytes (characters if `encoding` is not UTF-8); -1: none
     with opened(path) as file, decoding(path, encoding):
         source = file if encoding == UTF_8 else io.TextIOWrapper(file, encoding=encoding, newline="\n")
         while line := source.readline(limit):
@@ -203,13 +203,13 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield a table's rows, in order. Raises BadInput for a damaged table and a cell that is not UTF-8."""
     with _table(path, f"data file {path}"):
         for batch in _batches(path, None):
-            for start in range(0, len(batch), _ROWS):  # few, because a batch may have all rows of a table that `datasets` saved
+            for start in range(0, len(batch), _ROWS):  # _ROWS at a time: a batch may have all rows of a table that `datasets` saved
                 yield from batch.slice(start, _ROWS).to_pylist()
 
 
 @contextlib.contextmanager
 def _table(path: Path, what: str) -> Iterator[Any]:
-    """Yield the module pyarrow. Its errors in the context become BadInput. what: beginning of the error message about a cell."""
+    """Return a context that gives the module pyarrow and turns its errors into BadInput. what: beginning of a message about a cell."""
     arrow = needed_package("pyarrow", path)
     try:
         yield arrow

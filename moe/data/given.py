@@ -273,7 +273,7 @@ def _numbers(column: Any, what: str) -> Ints:
 
 
 def _unmasked(columns: dict[str, Ints], what: str) -> int:
-    """Return the number of ids before the padding. `columns`: of a sample. `what`: the sample's name in error messages. Raises BadInput for
+    """Return the number of ids before the padding. `columns`: a sample's. `what`: the sample's name in error messages. Raises BadInput for
     a mask with zeros before ones, and for a label in the padding."""
     mask = columns[_MASK]
     count = int(np.count_nonzero(mask))

@@ -1,6 +1,6 @@
 """Reads token ids that another program has written, without copying them: Megatron's `.bin` with `.idx`, and nanoGPT's `.bin`.
 
-    Megatron   NAME.bin   ids, document after document            NAME.idx   magic, dtype, each sequence's length and offset, documents
+    Megatron   NAME.bin   ids, document after document            NAME.idx   dtype, each sequence's length and offset, ends of documents
     nanoGPT    NAME.bin   ids as little-endian uint16             a folder with train.bin and val.bin has both splits
 
 The texts of the ids are unknown. The recipe gives the size of the vocabulary (data.vocab_size); prompts and generated text are numbers. The
@@ -85,7 +85,7 @@ def _find(path: Path) -> _Found:
     if path.is_dir():
         sides = path / "train.bin", path / "val.bin"
         if not all(side.is_file() for side in sides):
-            got, needed = f"{path}, a folder without train.bin and val.bin", "a folder with both, or a file *.bin"
+            got, needed = f"{path}, a folder that lacks train.bin or val.bin", "a folder with both, or a file *.bin"
             raise BadInput("data.path", got=got, needed=needed, fix="name a *.bin file in it")
         return _Found(sides, _nanogpt(sides[0]), _nanogpt(sides[1]), None)
     if path.suffix not in (".bin", ".idx"):

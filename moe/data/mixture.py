@@ -85,7 +85,7 @@ class MixedValidation:
 
 
 def gathered(found: Sequence[Ints], source: Ints) -> Ints:
-    """Return an array of n rows: row i is the next unused row of `found[source[i]]`."""
+    """Return the rows of all sources in the order of `source` [n]: row i is the next unused row of `found[source[i]]`."""
     rows = np.empty((len(source), found[0].shape[1]), dtype=np.int64)
     for i, part in enumerate(found):
         rows[source == i] = part

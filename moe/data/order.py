@@ -76,7 +76,7 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Windows:
-    """Tokens [num_tokens] of any integer type, read as overlapping windows. Raises BadInput if they are fewer than one window. `name`:
+    """Tokens [num_tokens] of any integer type, read as overlapping windows. Raises BadInput if they do not fill one window. `name`:
     train or validation. `as_key(n)`: value of the recipe key model.max_length that gives windows of n + 1 tokens, for error messages.
     `num_ids`: size of the vocabulary; reading an id outside it raises BadInput."""
 

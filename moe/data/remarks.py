@@ -174,7 +174,7 @@ def _largest_first(sizes: Mapping[str, list[int]]) -> list[str]:
 
 
 def _listed(sizes: Mapping[str, list[int]]) -> str:
-    """Format as `3 .parquet (512 MB), 1 .md (2 kB)`, the largest first."""
+    """Format `sizes`, kind of file -> sizes in bytes, as `3 .parquet (512 MB), 1 .md (2 kB)`: the kind with the most bytes first."""
     kinds = _largest_first(dict(sorted(sizes.items())))
     shown = [f"{len(sizes[kind]):,} {kind} ({_size(sum(sizes[kind]))})" for kind in kinds[:_SHOWN]]
     rest = [size for kind in kinds[_SHOWN:] for size in sizes[kind]]

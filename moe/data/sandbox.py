@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 CPU_SECONDS = 10
 MEMORY_BYTES = 1 << 31
 MOST_CHARACTERS = 1 << 26  # largest length of a rendered text
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark the assistant's parts while a text is made
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters around each {% generation %} block while a text is rendered
 
 
 class Sandbox:

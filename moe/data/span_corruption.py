@@ -61,8 +61,8 @@ class SpanCorruption:
         return np.concatenate([*inputs, end, np.array([START]), *targets, end])
 
     def _cut(self, tokens: int, draw: int) -> list[int]:
-        """Cut `tokens` into one part for each span, at random. Return the parts' lengths, each at least 1. `draw`: number of this draw;
-        each number gives other cuts."""
+        """Cut a run of `tokens` tokens into one part for each span, at random. Return the parts' lengths, each at least 1. `draw`: number
+        of this draw; each number gives other cuts."""
         count = self.spans.num_spans
         if count == 1:
             return [tokens]
@@ -98,7 +98,7 @@ class CorruptedValidation:
         return self.inner.windows
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's rows, and the number of bytes of hidden text per target token (sentinels are target tokens too)."""
+        """Return one rank's rows, and the mean number of bytes of hidden text per target token (sentinels are target tokens too)."""
         s = self.objective.spans
         read = self.inner.held(replace(shard, length=s.text, positions=tuple(range(s.text)), source=0))
         rows = self.objective.rows(read.sequences[:, :-1], shard.sequences, side=_VALIDATION)

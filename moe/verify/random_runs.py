@@ -39,7 +39,7 @@ def main(
 ) -> int:
     """Run `moe verify --draws`: print one line for each draw, and a summary. Return 1 if a recipe deviates, or if a refusal's text is not
     one line with what, got, needed and fix; else 0. draws: number of recipes. seed: equal texts give equal recipes. nproc: largest number
-    of processes of a recipe (None: 2). json: file of the rows. timeout_s: time limit for training one recipe."""
+    of processes of a recipe (None: 2). json: file to write the rows to. timeout_s: time limit for training one recipe."""
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     ENGINES[PLAIN].load()
     started, rows, refusals = time.perf_counter(), list[dict[str, Any]](), list[Refusal]()

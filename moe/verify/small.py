@@ -30,9 +30,9 @@ _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adaf
 
 
 def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
-    """Return the settings (section -> key -> value) of a small version of the recipe at `path`: its own values, but small sizes. They
-    include its dispatcher if the model has experts and ep > 1. Raises BadInput for an optimizer object of the user's program, which ranks
-    cannot import.
+    """Return the settings (section -> key -> value) of a small version of the recipe at `path`: the recipe's values, but small sizes. The
+    section `dispatch` is included if the model has experts and ep > 1. Raises BadInput for an optimizer object of the user's program,
+    which ranks cannot import.
     """
     run, _ = load(path)
     if run.optimizer.kind == "given":

@@ -36,7 +36,7 @@ from parallel.process import process
 from parallel.process.libc import die_with
 
 START_S = 300.0  # seconds that processes may take to start, in addition to the limit of the first case
-_LEAVE_S, _POLL_S = 10.0, 0.05  # seconds that processes may take to end after the last result; seconds between two looks for results
+_LEAVE_S, _POLL_S = 10.0, 0.05  # seconds that processes may take to end after the last result; seconds between two checks for results
 
 
 def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_s: float | None = None) -> Iterator[tuple[Case, Ran]]:

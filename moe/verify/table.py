@@ -23,7 +23,7 @@ EVERY_S = 10.0  # seconds between two writes of the whole table
 
 class Table:
     """One row for each case in `chosen`. file: path of the JSON file. go_on: keep the file's passed rows. device: value of --device, which
-    must be the same in the file. Raises BadInput if the file is not a table of `moe verify`."""
+    must be the same in the file. Raises BadInput if --go_on cannot use the file."""
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool, device: str | None = None) -> None:
         self.chosen, self.file, self.kept, self.device = list(chosen), file, 0, device
@@ -36,10 +36,11 @@ class Table:
             self._keep(_read(file))
 
     def _keep(self, before: dict[str, Any]) -> None:
-        """Copy the passed rows of `before`, the table in the file. Raises BadInput if it has passed rows of cases that are not chosen."""
+        """Copy the passed rows of `before`, the table in the file. Raises BadInput if it has another device, or passed rows of
+        cases that are not chosen."""
         if (made := before.get("device")) != self.device:
             got, needed = f"a table of --device {made or 'none'}", f"rows of --device {self.device or 'none'}"
-            raise BadInput("--go_on", got=got, needed=needed, fix="another --json FILE")
+            raise BadInput("--go_on", got=got, needed=needed, fix="give the same --device, or another --json FILE")
         there: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for row in before["rows"]:
             if row["passed"]:
@@ -55,8 +56,8 @@ class Table:
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
     def begins(self, now: str | None) -> str:
-        """Return a line for the user: the numbers of rows kept and left, and the commits that the kept rows tested, if they differ from
-        `now`, the current commit."""
+        """Return a line for the user: how many rows are kept from the file and how many are left to run, and the commits that the kept rows
+        tested, if they differ from `now`, the current commit."""
         if not self.begun:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})

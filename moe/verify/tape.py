@@ -109,7 +109,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
     # now.contexts: layer -> Context (step, token indices) of its latest input. One for each thread, as a replica of engine dp is a thread
     now = threading.local()
     held = next((block for block in model.layers if isinstance(block, Block)), None)
-    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs in tp
+    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs, with tp
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None
 
     def between(context: Any) -> Any:

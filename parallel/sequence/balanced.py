@@ -92,16 +92,16 @@ class Balanced(Method):
         return total
 
     def _task(self, step: int, ahead: int = 0) -> Task | None:
-        """Return the task at a step of the rank that is `ahead` places after this one on the ring."""
+        """Return the task, at `step`, of the rank `ahead` places after this one on the ring; None if that rank is idle."""
         return task((self.axis.index + ahead) % self.axis.size, step, self.axis.size)
 
     def _known(self, job: Task, known: Known, like: Tensor) -> dict[str, Any]:
         return {"queries": known.tokens(job.queries, like), "keys": known.tokens(job.keys, like), "bias": known.bias}
 
     def _ask(self, step: int, *, keys: list[Tensor], queries: list[Tensor]) -> Messages:
-        """Start to send this rank's keys or queries to the rank `step` places ahead, which computes with them at this step, and to receive
-        this rank's inputs from the rank `step` places behind. keys: this rank's tensors to send if the rank ahead computes its own queries
-        with them. queries: those to send if it computes this rank's queries with its own keys."""
+        """Start the messages of ring step `step`: send keys or queries to the rank `step` places ahead, and receive from the rank `step`
+        places behind the inputs of this rank's task. keys: tensors that are sent if the rank ahead computes its own queries. queries:
+        tensors that are sent if it computes this rank's queries with its own keys."""
         if step >= steps(self.axis.size):
             return Messages.none(self.axis)
         theirs, mine = self._task(step, ahead=step), self._task(step)

@@ -1,6 +1,6 @@
 """Ring self-attention of Colossal-AI's paper: first all scores of a rank's queries, then all values.
 
-    ring QK    keys go around the ring; each rank fills its queries' rows of scores, [L, N S]
+    ring QK    keys go around the ring; each rank fills its queries' rows of scores [L, N S]: L queries, S keys of each of N ranks
     softmax    of whole rows, on each rank: nothing to merge
     ring AV    values go around the ring; each rank sums probabilities times values
 
@@ -24,7 +24,7 @@ from parallel.numerics.precision import sum_dtype
 from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, repeated, scores, summed, table_gradient
 
-# N ranks, B batch, H heads (K of keys and values), L queries of this rank, S = L keys of each rank, C channels of a head
+# N ranks, B batch, H heads (K of keys and values), L queries of this rank, S = L keys of each rank, C channels of a head.
 # weight: attention probabilities
 
 
@@ -77,5 +77,6 @@ class ColossalRing(Method):
         return out[0]
 
     def _round(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, its tensor) for every rank, this one first. `moe verify` replaces this by slices of one process's tensors."""
+        """Yield (rank, its tensor) for every rank, this one first. `moe verify` replaces this method by one that
+        slices the tensors of one process."""
         return ((source, theirs) for source, (theirs,) in ring_round([mine], self.axis))

@@ -51,8 +51,8 @@ class Known:
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Attention over the ranks of `axis`, which hold the positions of `order`. If order is not causal and there are no position bias
-    and window, the keys may be of other sequences than the queries (cross attention).
+    """Attention over the ranks of `axis`, which hold the positions of `order`. If order is not causal, and without position bias and
+    window, the keys may be of other sequences than the queries (cross attention).
     `window`: number of positions that a query sees, the query's own included; None: all earlier positions. Blocks of keys outside the
     window are sent but not computed."""
 

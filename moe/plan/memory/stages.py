@@ -65,9 +65,9 @@ _Key = tuple[bool, bool, tuple[bool, ...], tuple[int, ...]]
 
 
 class Rank(NamedTuple):
-    """A pipeline rank. versions: number of weight versions that it keeps. candidates: (the action is I, no B or W of the step has ended
-    yet, for each stage whether FSDP has freed its weights, for each stage which gradients exist) -> among the points of the step with
-    these properties, the one with the most kept bytes. InFlight defines the last two."""
+    """A pipeline rank. versions: number of weight versions that it keeps. candidates: (in_flight.at_i, once, in_flight.freed,
+    in_flight.gradients), fields of Now -> among the points of the step at which these fields have these values, the one with the most
+    kept bytes."""
 
     number: int
     versions: int
@@ -75,7 +75,7 @@ class Rank(NamedTuple):
     candidates: dict[_Key, Now]
 
     def exceeds(self, other: Rank) -> bool:
-        """Return whether, for each of the other rank's candidates, this rank's candidate with the same properties keeps at least as many
+        """Return whether, for each of the other rank's candidates, this rank's candidate with the same key keeps at least as many
         bytes. Both ranks have the same stages."""
         mine = self.candidates
         return all(key in mine and mine[key].total >= now.total for key, now in other.candidates.items())
@@ -166,8 +166,8 @@ class Stages:
         return StageBytes(number, *self.layers_of(layers), ends, outside.head_pending * last, of_loss)
 
     def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> Rank:
-        """Return the sizes of pipeline rank `number`. peaks: the rank's stages and number of weight versions. moments: the rank's, as for
-        `_candidates`."""
+        """Return the sizes of pipeline rank `number`. peaks: the rank's stages and number of weight versions. moments: as for
+        `_candidates`, of this rank."""
         stages = tuple(map(self.stage, peaks.stages))
         return Rank(number, peaks.versions, stages, _candidates(moments, stages))
 

@@ -44,7 +44,7 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
-        one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow  # 2D to 3D grids: the backward pass recomputes a chunk's loss
+        one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow  # grids recompute a chunk's loss in the backward pass
         of_table = 0.0 if network.freezes(network.head) else FP32_BYTES * counts.embedding(network, plan)
         return logits(network, plan) * one / plan.loss_chunks + of_table
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
@@ -90,9 +90,9 @@ def _apart(network: Network) -> bool:
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's position bias, minus the bytes that the layer's feed-forward network or experts had kept: their
-    backward pass is over and has freed them. The gradient needs the larger of two sizes: one tensor for each sequence and their sum, or two
-    fp32 tensors, the sum before and after masking."""
+    """Bytes of the gradient of T5's position bias, minus the bytes that the layer's feed-forward network or experts had kept and that
+    their backward pass has freed. The gradient needs the larger of two sizes: a tensor for each sequence and one for their sum, in the
+    compute dtype; or two fp32 tensors, the sum before and after masking."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone
@@ -101,9 +101,9 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) -> float:
     """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: bytes
     of the largest weight matrix's gradient. In other programs (`stack.casts` False), this weight gradient exists together with the
-    gradients of the activation's inputs (two with a gate). In this project, the product with w2 frees its weight gradient and its input
-    before the gradients of the activation's inputs are allocated. With relu that input stays: it is relu's output, which relu's gradient
-    needs."""
+    gradients of the activation's inputs (two with a gate). In this project, w2's gradient and the input of the product with w2 are freed
+    before the gradients of the activation's inputs are allocated. Only relu keeps that input: it is relu's output, from which relu's
+    gradient is computed."""
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)
@@ -282,7 +282,7 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
     """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in frameworks other than this project. held, table:
     numbers of parameters of the rank and of the embedding. units: for each kind of layer, the number of its parameters that are gathered at
     the same time."""
-    if plan.pp > 1:  # the rank's weights and gradients stay unsharded during the whole step
+    if plan.pp > 1:  # with pipeline stages, weights stay gathered and gradients unreduced for the whole step
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])
     if not plan.reshard:

@@ -75,7 +75,7 @@ def _check(found: Annotation, tensor: str, shape: tuple[int, ...], mesh: Sizes) 
     for axis in (*used, *found.never):
         if used.count(axis) + (axis in found.never) > 1:
             needed = "each mesh axis at most once in a tensor, because it can cut only one dim"
-            raise BadInput(what, got=f"{axis} more than once", needed=needed, fix=f"leave {axis} at one place")
+            raise BadInput(what, got=f"{axis} more than once", needed=needed, fix=f"keep {axis} at one place only")
     for dim, (size, axes) in enumerate(zip(shape, found.dims, strict=True)):
         if size % (ranks := num_parts(axes, mesh)):
             got = f"{'+'.join(axes)} ({counted(ranks, 'rank')}) on dim {dim} of size {size}"

@@ -66,7 +66,7 @@ class _Kind:
     @staticmethod
     def nearest(program: Program) -> _Kind:
         """Return the mesh axes of the plan that resembles the program most. Data axes cut the batch dim of the residual stream.
-        Tensor axes are the others that cut heads, hidden units or vocabulary of dense weights."""
+        Tensor axes are the other axes that cut heads, hidden units or vocabulary of dense weights."""
         data, weights = _cutting(program, _stream(program), ("batch",)), program.graph.parameters
         experts = {name: letters for name, letters in weights.items() if _of_experts(program.graph, letters)}
         dense = {name: letters for name, letters in weights.items() if name not in experts}

@@ -22,8 +22,8 @@ from moe.recipe.sections import Run
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.annotations.graph import Dim, Graph, Kind, Operator
 
-# role of a dim -> its letter. places: positions of keys. queries: query heads of one key-value head. parts: 2 outputs that PR-MoE mixes
-# latent attention: compressed: latent and rotary key; pairs: content key and value of a head. joined: multi-token prediction's 2 x width
+# role of a dim -> its letter. places: positions of keys. queries: query heads of one key-value head. parts: 2 outputs that PR-MoE mixes.
+# Latent attention: compressed: latent and rotary key; pairs: content key and value of a head. Multi-token prediction: joined: 2 x width.
 _LETTERS = {
     "batch": "b", "length": "l", "places": "s", "width": "d", "vocab": "v", "heads": "k", "queries": "g", "channels": "c", "hidden": "f",
     "experts": "e", "slots": "u", "expert_hidden": "m", "shared_hidden": "n", "buckets": "z", "parts": "x",
@@ -171,7 +171,7 @@ class _Trace:
         s = self.letter("places", num_keys)
         rule, inputs, whole = f"bl{k}{g}{c},b{s}{k}{c},b{s}{k}{c}", [q, keys, values], s + c
         half = m.half_of(self.layer)
-        if m.positions == "t5" and not cross:  # in an encoder-decoder, all layers of a half share the first one's bias
+        if m.positions == "t5" and not cross:  # in an encoder-decoder, the encoder's layers share one bias, the decoder's another
             z = self.letter("buckets", T5_BUCKETS)
             of = f"layers.{half.start}.attention" if m.kind == "encoder_decoder" else name
             rule, inputs, whole = f"{rule},{z}{k}{g}", [*inputs, self.weight(f"{of}.bias.weight", z + k + g)], whole + z
@@ -272,8 +272,8 @@ class _Trace:
         self._join(f"{name}.add", self._with_shared(name, module, y))
 
     def _with_shared(self, name: str, module: Any, y: str) -> str:
-        """Add the networks that compute every token, which are the residual network or the shared experts. Returns the name of their sum
-        with the routed experts' output `y`."""
+        """Add the networks that process every token: the residual network or the shared experts. Returns the name of the sum of their
+        output and the routed experts' output `y`."""
         if module.residual is not None:
             n, parts = self.letter("shared_hidden", module.residual.w1.weight.shape[0]), self.letter("parts", 2)
             other = self._network(f"{name}.residual", n, self.x, gated=module.residual.w3 is not None)

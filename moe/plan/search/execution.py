@@ -27,9 +27,9 @@ from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
-# key of a task: (its kind, number of its operator or edge, number of the part). For a SUM and the JOIN before it, the second number is the
-# index of the parameter among the inputs of all operators. For a JOIN before a FETCH or RETURN, it is above all these indices, and
-# differs for each edge and direction.
+# key of a task: (kind, number, index of the part). The number of a FORWARD or BACKWARD is that of its operator; of a FETCH or RETURN, that
+# of its edge; of a SUM and the JOIN before it, the index of the parameter among the inputs of all operators. A JOIN before a FETCH or
+# RETURN has a number above all these indices, which differs for each edge and direction.
 Key = tuple[int, int, int]
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
 FINE_S_PER_BYTE = 1e-9  # penalty: seconds added for each byte above a device's memory, 1 ms a MB as in FlexFlow

@@ -32,11 +32,11 @@ class Watched(dict[str, Tensor]):
             self.rows[name] = x.detach(), y
 
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return name -> (sum of a a^T, sum of g g^T) over the rows of the step, after its backward pass."""
+        """Return name -> (sum of a a^T, sum of g g^T) over the step's rows, after its backward pass. a: inputs, g: gradients of outputs."""
         return {name: (_sum(x), _sum(torch.zeros_like(y) if y.grad is None else y.grad)) for name, (x, y) in self.rows.items()}
 
 
-Moments = dict[str, tuple[Tensor, Tensor]]  # name of a matrix -> (sum of a a^T, sum of g g^T) over a step's rows
+Moments = dict[str, tuple[Tensor, Tensor]]  # name of a matrix -> (sum of a a^T, sum of g g^T) over a step's rows, see the top
 
 
 def _sum(rows: Tensor) -> Tensor:
@@ -46,7 +46,8 @@ def _sum(rows: Tensor) -> Tensor:
 
 @dataclass
 class PlainKfac:
-    """K-FAC's state between updates. factors: name of a matrix -> [A, G]; None: no row yet. used: name -> (P, Q)."""
+    """K-FAC's state between updates. factors: name of a matrix -> [A, G], each None before the matrix has had a row. used: name -> their
+    damped inverses (P, Q)."""
 
     settings: Kfac
     updates: int = 0
@@ -54,8 +55,8 @@ class PlainKfac:
     used: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def begin_update(self, moments: Moments) -> None:
-        """Average this step's sums `moments` into A and G if a refresh begins in this step; compute P and Q if one ends. Called before each
-        update."""
+        """Average this step's sums `moments` into A and G if a refresh begins in this step; compute their inverses P and Q if one ends.
+        Called before each update."""
         since = self.updates % self.settings.refresh_every
         for name, sums in moments.items() if since == 0 else ():
             held = self.factors.setdefault(name, [None, None])
@@ -77,7 +78,8 @@ class PlainKfac:
         return inverse
 
     def direction(self, name: str, moment: Tensor) -> Tensor | None:
-        """Return Q M P for a matrix [O, I], P M Q for an expert's [I, O]; None for a parameter that AdamW updates."""
+        """Return the direction of a matrix with first moment `moment` (M): Q M P for [O, I], P M Q for an expert's [I, O], with the damped
+        inverses P of A and Q of G; None for a parameter that AdamW updates."""
         if name not in self.used or ("experts" in name.split(".") and not self.settings.experts):
             return None
         inputs, outputs = (inverse.to(moment.dtype) for inverse in self.used[name])
