@@ -339,7 +339,7 @@ def _packed(axes: Axes, packing: Packing, *, filled: bool) -> None:
     timeline, steps = packing.timeline, packing.steps
     shifts = [step * timeline.makespan for step in range(steps)]
     spans = tuple(tuple(Span(s.action, s.start + shift, s.end + shift) for shift in shifts for s in row) for row in timeline.spans)
-    busy = packing.utilisation if filled else packing.utilisation_before
+    busy = packing.utilization if filled else packing.utilization_before
     how = f"{steps} steps, {'with' if filled else 'without'} K-FAC in the waits"
     said = f"{timeline.schedule.name}, {how}: ranks are at work {busy:.0%} of the time"
     draw_on(axes, replace(timeline, spans=spans), title=said)

@@ -228,7 +228,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
         by_lines = f"; *.jsonl line by line, key {corpus.text_key.name}" if corpus.source == "mixed" else ""
         log(f"data: {corpus.label}: {found.kinds}{by_lines}")
     described = data.tokenizer if tokenizer is None or data.tokenizer_file else "with the checkpoint's tokenizer"
-    log(f"data: tokenising {counted(found.documents, 'document')} of {corpus.label} ({described}), once")
+    log(f"data: tokenizing {counted(found.documents, 'document')} of {corpus.label} ({described}), once")
     temporary = _made_beside(folder, ".tmp")
     try:
         index = {"format": FORMAT, "key": folder.name, **_write_files(temporary, corpus, data, found, tokenizer)}

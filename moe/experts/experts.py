@@ -58,9 +58,9 @@ class Experts(nn.Module):
     """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. If `tiles` is above 1, modules
     in `self.tiles` have chunks of these matrices, and their outputs are summed. `hidden`: this rank's range of the `d_ff` hidden units;
     None: all. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py).
-    `swiglu`: alpha, limit and offset of a bounded swiglu. `products`: which operands of matrix products are quantised, a name in PRODUCTS.
+    `swiglu`: alpha, limit and offset of a bounded swiglu. `products`: which operands of matrix products are quantized, a name in PRODUCTS.
 
-    The attribute `blocks` has the frozen matrices that are quantised blocks (moe/nn/blocks.py) instead of parameters: name -> (its blocks,
+    The attribute `blocks` has the frozen matrices that are quantized blocks (moe/nn/blocks.py) instead of parameters: name -> (its blocks,
     its layout).
     """
 
@@ -120,8 +120,8 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
-        """Replace matrices by quantised blocks, whose values `Blocks.put` sets later. `layouts`: name of each such matrix -> its layout.
-        `form`: the quantisation."""
+        """Replace matrices by quantized blocks, whose values `Blocks.put` sets later. `layouts`: name of each such matrix -> its layout.
+        `form`: the quantization."""
         for name, layout in layouts.items():
             self.blocks[name] = Blocks.empty(form, tuple(getattr(self, name).shape), device), layout
             setattr(self, name, None)

@@ -3,7 +3,7 @@
     plain          operands in the compute dtype, inside the kernels' fused operations
     any other      one call of its `product` for each matrix product, not fused (moe/kernels/network.py, ByProduct)
 
-A policy decides which operands of products are quantised. A new one needs a class and an entry of PRODUCTS in this file, a name in recipes
+A policy decides which operands of products are quantized. A new one needs a class and an entry of PRODUCTS in this file, a name in recipes
 (moe/recipe/sections, Experts.products), and a plain function in moe/verify/plain/layer.py. Recipes are checked before torch is loaded,
 so torch is imported inside functions.
 """

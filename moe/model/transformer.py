@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport, MoELayer
 from moe.model.ahead import PredictionDepth, multi_token_loss
-from moe.model.initialise import FirstValues, alone, initialise
+from moe.model.initialize import FirstValues, alone, initialize
 from moe.model.kept import Kept, keeping
 from moe.nn.attention import Attention
 from moe.nn.context import Context
@@ -189,10 +189,10 @@ class Transformer(nn.Module):
         self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # must be made before `hold` removes layers
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
         if not next(self.parameters()).is_meta:
-            initialise(self, FirstValues(self.config, *alone(self), seed=seed))
+            initialize(self, FirstValues(self.config, *alone(self), seed=seed))
 
     def hold(self, parts: Mapping[int, StageLayers]) -> None:
-        """Keep only the layers of `parts`, stage index -> layers of that stage. Call it before weights are initialised."""
+        """Keep only the layers of `parts`, stage index -> layers of that stage. Call it before weights are initialized."""
         self.parts = dict(parts)
         held = {layer for part in parts.values() for layer in part.layers}
         for layer in range(self.config.num_layers):

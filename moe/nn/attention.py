@@ -131,7 +131,7 @@ class Attention(nn.Module):
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _heads(self, y: Tensor, norm: Norm | None) -> Tensor:
-        """Cut y, a product [B, L, heads * C], into heads [B, heads, L, C], normalise and clip. norm: the norm of queries or keys; None: no
+        """Cut y, a product [B, L, heads * C], into heads [B, heads, L, C], normalize and clip. norm: the norm of queries or keys; None: no
         norm. Without einops, which takes too long for a single token."""
         y = norm(y) if norm is not None and self.normed == "whole" else y
         y_BLHC: Tensor = y.unflatten(2, (-1, self.head_size))

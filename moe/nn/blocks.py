@@ -1,4 +1,4 @@
-"""Frozen matrices quantised to 4 or 8 bits, in blocks of elements with one scale each. They are decoded to bf16 for each product.
+"""Frozen matrices quantized to 4 or 8 bits, in blocks of elements with one scale each. They are decoded to bf16 for each product.
 
     MXFP4   packed uint8 [..., G, 16]: 2 elements of 4 bits a byte, the low bits first; scales uint8 [..., G]: an exponent for 32 elements
             element = FP4[4 bits] * 2 ** (scale - 127)

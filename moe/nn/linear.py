@@ -35,7 +35,7 @@ class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
     `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient. `product(x,
     [W], [A])`: computes x W^T, and x A^T with LoRA, if ranks hold submatrices of x, W and A (parallel/tensor/); None: local products.
-    `blocks`: {"weight": (a frozen weight quantised in blocks, which replaces the parameter; its layout)}, or empty."""
+    `blocks`: {"weight": (a frozen weight quantized in blocks, which replaces the parameter; its layout)}, or empty."""
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
         super().__init__()
@@ -53,15 +53,15 @@ class Linear(nn.Module):
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
-        """Replace the weight by quantised blocks, whose values `Blocks.put` sets later. `layouts`: {"weight": its layout}. `form`: the
-        quantisation."""
+        """Replace the weight by quantized blocks, whose values `Blocks.put` sets later. `layouts`: {"weight": its layout}. `form`: the
+        quantization."""
         out_size, in_size = self.weight.shape
         self.blocks["weight"] = Blocks.empty(form, (1, in_size, out_size), device), layouts["weight"]
         self.weight = None  # type: ignore[assignment]
 
     @property
     def held(self) -> Tensor | Blocks:
-        """The weight without LoRA: a parameter or quantised blocks."""
+        """The weight without LoRA: a parameter or quantized blocks."""
         return self.blocks["weight"][0] if self.blocks else self.weight
 
     def read(self, dtype: torch.dtype) -> Tensor | Blocks:
@@ -99,7 +99,7 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
     """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics and gain in fp32 or wider. Keep x's dtype. On a GPU, one
-    kernel normalises 16-bit tokens without an fp32 copy."""
+    kernel normalizes 16-bit tokens without an fp32 copy."""
     if x.is_cuda and x.dtype.itemsize == 2 and x.shape[-1] <= WIDEST and kernels_of(x) is not cpu:
         from moe.kernels.triton.norm import norm
 

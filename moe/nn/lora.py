@@ -3,8 +3,8 @@
     y  =  x W^T + s (x A^T) B^T        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
 
 The product B A is never made, nor is a gradient of W: dB = s dy^T (x A^T), dA = s (dy B)^T x and the gradient of x are computed from
-narrow products, [tokens, r]. In stacks of experts, each expert has its own B and A, and rows are sorted by expert. W may be quantised
-Blocks (moe/nn/blocks.py), which are dequantised for each product, one expert at a time.
+narrow products, [tokens, r]. In stacks of experts, each expert has its own B and A, and rows are sorted by expert. W may be quantized
+Blocks (moe/nn/blocks.py), which are dequantized for each product, one expert at a time.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def frozen_linear(x: Tensor, blocks: Blocks) -> Tensor:
-    """Return x W^T in x's dtype, for a frozen W [out, in] in quantised blocks."""
+    """Return x W^T in x's dtype, for a frozen W [out, in] in quantized blocks."""
     y: Tensor = _FrozenLinear.apply(x, blocks)
     return y
 
@@ -169,7 +169,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def frozen_product(rows_RI: Tensor, blocks: Blocks, counts: list[int]) -> Tensor:
-    """Return rows @ W in the rows' dtype, for experts' frozen matrices W in quantised blocks. The rows are sorted by expert; expert e has
+    """Return rows @ W in the rows' dtype, for experts' frozen matrices W in quantized blocks. The rows are sorted by expert; expert e has
     counts[e] rows."""
     out: Tensor = _FrozenProduct.apply(rows_RI, blocks, counts)
     return out
@@ -203,7 +203,7 @@ def _times(rows_RI: Tensor, matrices_EIO: Tensor | Blocks, counts: list[int], *,
     added in place, and which is returned; None: a new tensor."""
     out = rows_RI.new_empty(len(rows_RI), matrices_EIO.shape[2]) if onto is None else onto
     for expert, (rows, into) in enumerate(zip(rows_RI.split(counts), out.split(counts), strict=True)):
-        if len(rows):  # without rows, the expert's matrix would be dequantised for nothing
+        if len(rows):  # without rows, the expert's matrix would be dequantized for nothing
             matrix = matrices_EIO[expert].to(rows.dtype)
             torch.addmm(into, rows, matrix, beta=0.0 if onto is None else 1.0, alpha=scale, out=into)
     return out

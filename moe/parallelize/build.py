@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe.experts.experts import MATRICES, Experts
-from moe.model.initialise import FirstValues, SigmaOf, initialise, zero_buffers
+from moe.model.initialize import FirstValues, SigmaOf, initialize, zero_buffers
 from moe.model.names import global_name
 from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
 from moe.nn.blocks import Form
@@ -79,7 +79,7 @@ def build(
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed, spread=spread)
     cut = run.carrier.cut
     if cut is None:
-        initialise(model, first, device=device)
+        initialize(model, first, device=device)
     else:
         cut(model, setup_of(run, model, layouts, mesh), device, first.fill)
         zero_buffers(model, device=device)
@@ -94,7 +94,7 @@ def build(
 
 
 def _in_blocks(model: Transformer, layouts: dict[str, Layout], lora: Lora, form: Form, device: torch.device) -> dict[str, Layout]:
-    """Replace frozen matrices of the kinds `lora.blocks_of` by quantised blocks of the format `form` (moe/nn/blocks.py). Return the layouts
+    """Replace frozen matrices of the kinds `lora.blocks_of` by quantized blocks of the format `form` (moe/nn/blocks.py). Return the layouts
     of the remaining parameters, which engines manage."""
     left, patterns = dict(layouts), [TARGETS[kind] for kind in lora.blocks_of]
     for path, module in model.named_modules():

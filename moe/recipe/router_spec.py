@@ -63,7 +63,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
         None, "step size of the selection bias, which balances loads without a loss (DeepSeek-V3); null: no bias; 0: fixed", ge=0, le=10
     )
     gates: Literal["as_is", "before_drop", "after_drop"] = key(
-        "as_is", "whether a token's gates are normalised to sum 1, before or after choices are dropped; as_is: not normalised"
+        "as_is", "whether a token's gates are normalized to sum 1, before or after choices are dropped; as_is: not normalized"
     )
     gate_scale: float = key(1.0, "factor on all gates", ge=1e-6, le=1e6)
     expert_scale: Literal["none", "learned"] = key(

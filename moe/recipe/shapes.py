@@ -28,7 +28,7 @@ BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  #
 
 
 class Decoding(NamedTuple):
-    """Cost of dequantising a frozen matrix (moe/nn/blocks.py). temporary: peak bytes of temporary tensors per element. moved: bytes that
+    """Cost of dequantizing a frozen matrix (moe/nn/blocks.py). temporary: peak bytes of temporary tensors per element. moved: bytes that
     GPU kernels read and write per element. kernels: number of these kernels."""
 
     temporary: float
@@ -37,11 +37,11 @@ class Decoding(NamedTuple):
 
     @property
     def transposed(self) -> Decoding:
-        """Cost of dequantising an expert's matrix: one more kernel transposes the result."""
+        """Cost of dequantizing an expert's matrix: one more kernel transposes the result."""
         return self._replace(moved=self.moved + 4, kernels=self.kernels + 1)
 
 
-# format of a frozen matrix -> cost of dequantising it
+# format of a frozen matrix -> cost of dequantizing it
 DECODING = {"mxfp4": Decoding(12, 31.5, 9), "fp8": Decoding(6, 19, 4)}
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 

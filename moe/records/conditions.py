@@ -202,7 +202,7 @@ def rounded_away(window: Window, run: Run) -> Shown:
 
 def one_source(window: Window, run: Run) -> Shown:
     """Condition: one source gives nearly all sequences. The other sources together give less than one expert's fair share, so no expert
-    can specialise in them."""
+    can specialize in them."""
     weights = [source.weight for source in run.data.sources]
     share, experts = max(weights) / sum(weights), max(run.experts.counts)
     name = run.data.sources[weights.index(max(weights))].path

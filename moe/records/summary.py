@@ -16,7 +16,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (label, value) for each row of the table; a value that the summary does not have, or that is null, gets no row."""
     share = ("share of measured matmul speed", "matmul_share")
     if summary.get("mfu") is not None:
-        share = ("model FLOPs utilisation (MFU)", "mfu")
+        share = ("model FLOPs utilization (MFU)", "mfu")
     unit = " nats per token" if "bits_per_byte" in summary else ""  # a run with train.loss has no bits per byte
     rows = [
         ("validation loss", fixed(summary.get("validation_loss"), ".4f", unit)),

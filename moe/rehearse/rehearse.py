@@ -123,7 +123,7 @@ def row_of(walked: Walked) -> dict[str, Any]:
     row |= {"built_bytes": walked.built_bytes, "peak_bytes": walked.peak_bytes, "saved_bytes": walked.saved_bytes}
     row |= {f"peak_{kind}": size for kind, size in walked.held.items()}
     counts = [{"axis": axis, "collective": name, **vars(count)} for (axis, name), count in walked.counts.items()]
-    names = {"waits": "host_synchronisations", "kernels": "launches", "moved_bytes": "bytes", "copies": "copies"}
+    names = {"waits": "host_synchronizations", "kernels": "launches", "moved_bytes": "bytes", "copies": "copies"}
     work = [
         {"module": module, "pass": passing, **{names[name]: value for name, value in vars(w).items()}}
         for (module, passing), w in walked.work.items()

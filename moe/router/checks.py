@@ -1,6 +1,6 @@
 """Combinations of router settings that are refused before a run begins, each with its reason. This file does not import torch.
 
-Some of them would run and be silently wrong. Examples: a top-1 gate normalised to sum to 1 (it is always 1, so the router has no
+Some of them would run and be silently wrong. Examples: a top-1 gate normalized to sum to 1 (it is always 1, so the router has no
 gradient), a balance loss for a selection that is not learned, a value that nothing reads.
 """
 

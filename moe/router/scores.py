@@ -45,7 +45,7 @@ def scores_of(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
-    """Return the scores normalised to sum to 1 over the experts [T, E], for balance losses and the entropy."""
+    """Return the scores normalized to sum to 1 over the experts [T, E], for balance losses and the entropy."""
     return scores_TE if spec.score == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
 
 
@@ -58,7 +58,7 @@ def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, sp
 
 def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec, of_TK: Tensor | None) -> Tensor:
     """Return the chosen experts' gates [T, K]. `of_TK` bool: choices that get a gate. The others get 0, and are left out if gates
-    are normalised to sum to 1."""
+    are normalized to sum to 1."""
     if spec.gates == "as_is":
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
         gate_TK = gate_TK if of_TK is None else gate_TK * of_TK

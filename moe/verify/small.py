@@ -118,7 +118,7 @@ def not_in_the_twin(run: Run) -> str | None:
         "router.balance_scope micro_batch": sparse and spec.balance_scope == "micro_batch" and spec.asks_balance,
         "pipeline.vertical_sync": run.degrees.pp > 1 and run.pipeline.vertical_sync,
         "precision.master bf16": run.precision.master != "fp32",
-        f"lora.base {run.lora.base}": run.lora.base != "whole",  # quantised blocks cannot hold random values exactly
+        f"lora.base {run.lora.base}": run.lora.base != "whole",  # quantized blocks cannot hold random values exactly
         "precision.compute auto": run.precision.compute == "auto",
         f"optimizer.kind {run.optimizer.kind} in 16 bits": rounded and not known(run),
         f"optimizer.kind {run.optimizer.kind} with {run.pipeline.schedule}": continuous(run) and run.optimizer.kind != "adamw",

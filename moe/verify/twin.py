@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.model.initialise import FirstValues, alone, initialise, sigma_of
+from moe.model.initialize import FirstValues, alone, initialize, sigma_of
 from moe.model.names import global_name
 from moe.model.transformer import Transformer, extra_state
 from moe.nn.lora import adapt
@@ -108,7 +108,7 @@ def first_values(run: Run) -> tuple[Weights, Weights]:
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
-    initialise(model, FirstValues(run.model, *alone(model), seed=run.train.seed, spread=spread))
+    initialize(model, FirstValues(run.model, *alone(model), seed=run.train.seed, spread=spread))
     layouts, mesh = lay_out(model), Mesh.of(Degrees())
     whole = [p for name, t in model.named_parameters() for p in pieces(global_name(name), layouts[name], mesh, t.detach())]
     return {p.name: p.tensor.clone() for p in whole}, _copy(extra_state(model))

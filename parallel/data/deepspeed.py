@@ -147,7 +147,7 @@ def _use_compiled(folder: Path) -> None:
 
 
 def start_deepspeed(device: torch.device) -> Any:
-    """Return DeepSpeed with its communication initialised, for a model on `device`."""
+    """Return DeepSpeed with its communication initialized, for a model on `device`."""
     deepspeed = load_deepspeed()
     if not dist.is_initialized():  # DeepSpeed needs a group even for a single process; on a GPU also gloo, for offloaded tensors
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -32,7 +32,7 @@ _GRACE_S = 3.0  # seconds to wait, after one rank has failed, for the errors of 
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call function(rank, *args) on every rank, with torch.distributed initialised. Return the ranks' results in order.
+    """Call function(rank, *args) on every rank, with torch.distributed initialized. Return the ranks' results in order.
 
     Results may be anything that torch.load(weights_only=True) reads: numbers, strings, lists, dicts, tensors. Raises
     RuntimeError with every failed rank's traceback, or with the stacks of the ranks that did not end within timeout_s."""

@@ -96,7 +96,7 @@ class _Hopper:
 
 
 class _Event:
-    """Replaces torch.cuda.Event. The GPU is assumed to reach the event at the next host synchronisation."""
+    """Replaces torch.cuda.Event. The GPU is assumed to reach the event at the next host synchronization."""
 
     def __init__(self, work: Counted, **_: Any) -> None:
         self.work, self.synchronize = work, work.wait

@@ -1,7 +1,7 @@
 """Counts the work that a rehearsed step gives a GPU: kernels launched, bytes that they move, and waits of the host.
 
-    host synchronisation    an operator that reads values of a CUDA tensor on the host, such as `.item()`, `nonzero` or a mask as an index,
-                            and a copy between host and GPU that waits. torch.cuda.set_sync_debug_mode warns of the same synchronisations
+    host synchronization    an operator that reads values of a CUDA tensor on the host, such as `.item()`, `nonzero` or a mask as an index,
+                            and a copy between host and GPU that waits. torch.cuda.set_sync_debug_mode warns of the same synchronizations
     copy from the host      a copy of a CPU tensor to the GPU, also one from pinned memory, for which the host does not wait
     kernel                  an operator that computes, or a Triton kernel; views and allocations do not count. Several kernels that torch
                             launches for one operator (a sort) count as one
@@ -48,7 +48,7 @@ _PRODUCTS = (
 @dataclass
 class Work:
     """A GPU's work for one module in one pass. kernels: number of launched kernels. moved_bytes: bytes of their inputs and results. waits:
-    source file, line and function of a host synchronisation -> number of times. copies: the same for copies from the host."""
+    source file, line and function of a host synchronization -> number of times. copies: the same for copies from the host."""
 
     kernels: int = 0
     moved_bytes: int = 0
@@ -62,7 +62,7 @@ class Counted:
     def __init__(self) -> None:
         self.by_module: dict[tuple[str, str], Work] = {}
         self._module, self._within, self.passing = "", 0, "forward"
-        self.waited = 0  # host synchronisations so far
+        self.waited = 0  # host synchronizations so far
 
     def begin(self) -> None:
         self.by_module = {}
@@ -75,7 +75,7 @@ class Counted:
         return self.by_module[key]
 
     def wait(self, times: int = 1) -> None:
-        """Count a host synchronisation."""
+        """Count a host synchronization."""
         self.now.waits[where()] += times
         self.waited += times
 
@@ -98,7 +98,7 @@ class Counted:
             self.now.moved_bytes += sum(t.nbytes for t in tensors)
 
     def read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
-        """Count a host synchronisation if `func`, an operator with one of the tags READS, makes the host wait for a GPU's values."""
+        """Count a host synchronization if `func`, an operator with one of the tags READS, makes the host wait for a GPU's values."""
         masked = func._opname not in ("index", "index_put", "index_put_") or any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )

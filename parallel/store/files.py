@@ -65,7 +65,7 @@ def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | 
 
 
 def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opens a pipe without a writer immediately, so that fstat can recognise it
+    return os.open(path, flags | os.O_NONBLOCK)  # opens a pipe without a writer immediately, so that fstat can recognize it
 
 
 def check_writable(path: Path, *, what: str) -> None:

@@ -52,7 +52,7 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
         "a second start in the folder of a run": (_second, 16 if full else 4, False),
         "a run submitted twice": (_twice, sizes, False),
         "a run that gets a signal and is started again": (_requeued, sizes, False),
-        "two runs that tokenise the same text at once": (_together, 8 if full else 2, False),
+        "two runs that tokenize the same text at once": (_together, 8 if full else 2, False),
     }
     why = why_not()
     for name, (once, tries, mounts) in faults.items():

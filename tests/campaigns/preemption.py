@@ -1,6 +1,6 @@
 """Preemption, for `python -m tests.campaigns preemption`: a signal at any moment of a tiny run, which saves if it has made a step.
 
-    SIGTERM, SIGINT, SIGUSR1, SIGHUP   x   starting, tokenising, first step, forward, evaluation, saving, ending
+    SIGTERM, SIGINT, SIGUSR1, SIGHUP   x   starting, tokenizing, first step, forward, evaluation, saving, ending
 
 A try passes if all of these are true. All ranks end within LIMIT_S with a documented exit code (75; 130 for Ctrl-C before training; 0 at
 the end). They leave no process behind. No recorded step is repeated. A second start ends bitwise as the undisturbed run: losses, weights
@@ -34,10 +34,10 @@ from tests.campaigns.lives import Attempt, Before, differ, left_behind, whole
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 MANY = 15  # tries for each of the 7 moments at which the signal comes: 105 in all
 LIMIT_S = 60.0
-EARLY = ("starting", "tokenising")
+EARLY = ("starting", "tokenizing")
 MOMENTS = {
     "starting": "",
-    "tokenising": "preparing",
+    "tokenizing": "preparing",
     "in the first step": "the forward pass",
     "in a step": "the backward pass",
     "in an evaluation": "evaluation",
@@ -85,7 +85,7 @@ class Preemptions:
         alone = moment not in EARLY and number % 2 == 1
         heard, told = os.pipe()
         before = None if moment == "starting" else _at_phase(MOMENTS[moment], lambda: os.write(told, b"."), draw.uniform(0, 0.03))
-        if moment == "tokenising":  # a new cache folder, because an earlier run has cached the tokens
+        if moment == "tokenizing":  # a new cache folder, because an earlier run has cached the tokens
             home = out.with_suffix(".home")
             home.mkdir()
             shutil.copy(self.home / "text.txt", home)

@@ -34,7 +34,7 @@ def signals(home: Path) -> Preemptions:
     return Preemptions(home)
 
 
-@pytest.mark.parametrize(("moment", "number"), [("tokenising", 1), ("in a save", 2)])
+@pytest.mark.parametrize(("moment", "number"), [("tokenizing", 1), ("in a save", 2)])
 def test_a_signal_at_any_moment_saves_or_has_nothing_to_lose(signals: Preemptions, moment: str, number: int) -> None:
     assert signals.once(moment, number)[0] == ""
 

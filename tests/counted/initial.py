@@ -1,4 +1,4 @@
-"""Measures that initialising one rank's shards takes time and memory in proportion to the shards, for any size of the whole model.
+"""Measures that initializing one rank's shards takes time and memory in proportion to the shards, for any size of the whole model.
 
     one matrix         one matrix of glam_8b_64e; an eighth of its rows; an eighth of its columns
     glam_8b_64e        one rank of ep 64, pp 8 (512 processes), and of ep 8, pp 8, which holds eight times as many experts
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.model.initialise import FirstValues
+from moe.model.initialize import FirstValues
 from moe.model.transformer import Transformer
 from moe.parallelize import stages
 from moe.parallelize.plan import lay_out

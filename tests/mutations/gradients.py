@@ -79,7 +79,7 @@ def _in_half(real: Any) -> Any:
     return _hook(wrong)
 
 
-def _never_synchronised(real: Any) -> Any:
+def _never_synchronized(real: Any) -> Any:
     """No micro-batch is treated as the last of the step, so torch's DDP never all-reduces gradients."""
 
     def wrong(self: Any, *args: Any, last: bool) -> Any:
@@ -371,12 +371,12 @@ MUTATIONS = (
         (Edit("parallel.data.ddp:_sum_bucket", _in_half),),
     ),
     Mutation(
-        "last_microbatch_not_synchronised",
-        "The last micro-batch of a step runs without synchronisation: the condition of no_sync is off by one",
+        "last_microbatch_not_synchronized",
+        "The last micro-batch of a step runs without synchronization: the condition of no_sync is off by one",
         "modelscope/FunASR#3472",
         "data",
         _DENSE_3,
-        (Edit("parallel.data.ddp:DDP.forward", _never_synchronised),),
+        (Edit("parallel.data.ddp:DDP.forward", _never_synchronized),),
     ),
     Mutation(
         "only_last_microbatch_counts",

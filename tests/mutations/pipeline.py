@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replicas_of_a_stage_not_summed",
-        "With data and pipeline parallelism, the ranks of one stage never synchronise their gradients",
+        "With data and pipeline parallelism, the ranks of one stage never synchronize their gradients",
         "huggingface/picotron#5",
         "pipeline",
         _case("dense", "1f1b", world=4),

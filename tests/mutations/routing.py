@@ -146,7 +146,7 @@ def _added_to_logits(real: Any) -> Any:
 
 
 def _made_one(real: Any) -> Any:
-    """Gates are normalised to sum 1, so a top-1 gate is always 1."""
+    """Gates are normalized to sum 1, so a top-1 gate is always 1."""
 
     def wrong(*args: Any, **rest: Any) -> Tensor:
         gate_TK: Tensor = real(*args, **rest)
@@ -341,7 +341,7 @@ def _decided_again(real: Any) -> Any:
 
 
 def _first_run(real: Any) -> Any:
-    """Every ep rank initialises its experts with the values of the first rank's experts."""
+    """Every ep rank initializes its experts with the values of the first rank's experts."""
 
     def wrong(name: str, layout: Any, mesh: Any, within: Any = None) -> Any:
         for tensor in real(name, layout, mesh, within):
@@ -493,7 +493,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gates_not_made_one",
-        "The gates of a normalising router are not normalised",
+        "The gates of a normalizing router are not normalized",
         "sgl-project/sglang#31449",
         "data",
         _DEEPSEEK,
@@ -673,7 +673,7 @@ MUTATIONS = (
         "deepspeedai/DeepSpeed#6589",
         "data",
         Case("switch", "ddp", 2, 2, 1, "fp32"),
-        (Edit("moe.model.initialise:stored", _first_run),),
+        (Edit("moe.model.initialize:stored", _first_run),),
     ),
     Mutation(
         "skip_experts_ignore_slots",

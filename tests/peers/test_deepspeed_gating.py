@@ -5,7 +5,7 @@ balance loss    top-1: same; top-2: DeepSpeed counts first choices only
 drops           top-1: same number for each expert; DeepSpeed drops in torch.topk's order of equal numbers, this router by position
                 top-2: same choices
                 top-3 and more, by probability: same choices
-top-2 gates     DeepSpeed renormalises them after dropping, as preset deepspeed does; preset glam does it before dropping, so they are
+top-2 gates     DeepSpeed renormalizes them after dropping, as preset deepspeed does; preset glam does it before dropping, so they are
                 equal for tokens without a dropped choice
 """
 
@@ -153,7 +153,7 @@ def test_the_preset_has_their_gates_and_gradients_with_drops(gating: ModuleType,
 @pytest.mark.parametrize("gates", ["as_is", "before_drop", "after_drop"])
 def test_top_3_drops_the_choices_of_lowest_probability(gating: ModuleType, gates: str) -> None:
     """With drop lowest_gate, the dropped choices are those of lowest probability over all experts, as in DeepSpeed, whether or not gates
-    are renormalised."""
+    are renormalized."""
     logits = logits_of(seed=8, skew=0.4)
     _, combine_TEC, _, _ = gating.topkgating(logits, 3, 0.5, 4, drop_policy="probs")
     routing = ours(logits, num_choices=3, gates=gates, drop="lowest_gate", queue="tokens_first", capacity_factor=0.5, min_capacity=4)
@@ -163,7 +163,7 @@ def test_top_3_drops_the_choices_of_lowest_probability(gating: ModuleType, gates
 
 
 def test_trap_deepspeeds_top_2_gate_is_one_if_one_choice_is_left(gating: ModuleType) -> None:
-    """DeepSpeed renormalises gates after dropping, so a token with one choice left has gate 1, and the router gets no gradient. Preset glam
+    """DeepSpeed renormalizes gates after dropping, so a token with one choice left has gate 1, and the router gets no gradient. Preset glam
     keeps the gate that the choice had."""
     logits = logits_of(seed=5, skew=0.4)
     _, combine_TEC, _ = top2(gating, logits, 0.8)

@@ -1,8 +1,8 @@
 """Sparse blocks of transformers and this project's MoE layer with the preset of that model: with the same random weights they give the same
 output and gradients.
 
-Mixtral           softmax over the chosen experts     preset mixtral; transformers does softmax, top-k, renormalise
-Qwen3-MoE         top-k of softmax, renormalised      preset qwen3_moe
+Mixtral           softmax over the chosen experts     preset mixtral; transformers does softmax, top-k, renormalize
+Qwen3-MoE         top-k of softmax, renormalized      preset qwen3_moe
 OLMoE             top-k of softmax                    preset qwen3_moe with gates as_is
 DeepSeek-V3       sigmoid, selection bias, groups,    preset deepseek_v3 with a shared expert
                   scaled gates, shared expert

@@ -2,7 +2,7 @@
 weights they give the same output and gradients.
 
 GPT-OSS           affine logits, softmax over the chosen, biases of experts, bounded swiglu       preset gpt_oss
-Qwen2-MoE         top-k of softmax, not renormalised; a gated shared expert                       preset qwen2_moe
+Qwen2-MoE         top-k of softmax, not renormalized; a gated shared expert                       preset qwen2_moe
 Llama 4           sigmoid of the chosen, which scales the expert's input                          preset llama4
 LongCat-Flash     skip experts, a bias for selection, gates times a factor                        a recipe key each
 NLLB              its router alone: transformers 5.23 gives all tokens to experts 0 and 1         preset nllb

@@ -55,14 +55,14 @@ class Packing:
         return 1 + max((placed.step for placed in self.placed), default=0)
 
     @property
-    def utilisation_before(self) -> float:
+    def utilization_before(self) -> float:
         """Busy time of all ranks as a fraction of the steps' time, without the work."""
         return 1 - sum(map(self.timeline.idle, range(self.timeline.schedule.num_ranks))) / self._of_a_step
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """Busy time of all ranks as a fraction of the steps' time, with the work."""
-        return self.utilisation_before + sum(placed.work.time for placed in self.placed) / (self.steps * self._of_a_step)
+        return self.utilization_before + sum(placed.work.time for placed in self.placed) / (self.steps * self._of_a_step)
 
     @property
     def _of_a_step(self) -> float:

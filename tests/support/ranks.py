@@ -1,6 +1,6 @@
 """`run_on_ranks` for tests: if a rank fails or hangs, the test fails with every rank's traceback or stack.
 
-    def work(rank: int, width: int) -> Tensor: ...      # torch.distributed is initialised here, with gloo
+    def work(rank: int, width: int) -> Tensor: ...      # torch.distributed is initialized here, with gloo
     first, second = run_on_ranks(work, 2, 8)
 
 `work` may be a closure. Its output is captured with the test's output. parallel/process/fork.py implements this.

@@ -117,7 +117,7 @@ def next_steps(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
     faster = [f"set experts.kernels to triton_persistent: {x:.2f} of the product's time at {what}" for what, x in ratios.items() if x < 1]
     races = [(ratio, peer, r["what"]) for r in rows.get("layers", []) for peer, ratio in r.get("over_peers", {}).items() if ratio > 1]
     slower = [f"slower than {peer} at {what}: {ratio:.2f} times its time" for ratio, peer, what in sorted(races, reverse=True)]
-    waits = [f"the host waits {n} times a step: {r['what']}" for r in rows.get("steps", []) if (n := r.get("synchronisations") or 0) > 2]
+    waits = [f"the host waits {n} times a step: {r['what']}" for r in rows.get("steps", []) if (n := r.get("synchronizations") or 0) > 2]
     return [*wrong, *gain, *faster, *slower, *waits] or ["no measurement suggests a change"]
 
 

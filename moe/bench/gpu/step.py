@@ -59,7 +59,7 @@ def step_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
 
 def step_page(rows: Sequence[Row]) -> list[str]:
     heads = ("step", "s", "tokens/s", "TF/s", "MFU", "GiB", "waits for the GPU")
-    keys = ("what", "seconds", "tokens_per_s", "tf_per_s", "mfu", "gib", "synchronisations")
+    keys = ("what", "seconds", "tokens_per_s", "tf_per_s", "mfu", "gib", "synchronizations")
     made = [row for row in rows if "failed" not in row]
     spent = [f"{row['what']}: {1e3 * s:.2f} ms a step in {name}" for row in made for name, s in row["kernels"][:5]]
     return [*table([[row[key] for key in keys] for row in made], heads), *spent, *failures(rows)]
@@ -146,10 +146,10 @@ def _timed(machine: Machine, sizes: dict[str, Any], peak: float | None, compiled
     rate = size(run).training * tokens / seconds / 1e12
     row: Row = {"seconds": seconds, "tokens_per_s": tokens / seconds, "tf_per_s": rate, "mfu": peak and rate / peak}
     row["gib"] = torch.cuda.max_memory_allocated(machine.device) / 2**30 if machine.gpu else None
-    return [row | {"synchronisations": _synchronisations(machine, step), "kernels": _kernels(machine, step)}]
+    return [row | {"synchronizations": _synchronizations(machine, step), "kernels": _kernels(machine, step)}]
 
 
-def _synchronisations(machine: Machine, step: Callable[[], Tensor]) -> int | None:
+def _synchronizations(machine: Machine, step: Callable[[], Tensor]) -> int | None:
     """Return the number of times that one step waits for the GPU, counted by CUDA; None on a CPU."""
     if not machine.gpu:
         return None

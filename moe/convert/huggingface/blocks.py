@@ -1,4 +1,4 @@
-"""Reads quantised tensors of published files as bf16. moe/nn/blocks.py has the formats and decodes them.
+"""Reads quantized tensors of published files as bf16. moe/nn/blocks.py has the formats and decodes them.
 
     MXFP4 (GPT-OSS)     key_blocks uint8 [E, N, G, 16] and key_scales uint8 [E, N, G]: E experts, N outputs, G groups of 32 inputs. The
                         tensor `key` is read as bf16 [E, 32 G, N], as transformers stores it
@@ -29,7 +29,7 @@ _AS_BF16 = "save the model in bf16 with transformers: from_pretrained(PATH, dtyp
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor that is not quantised, or the raw values of one that is."""
+    """A tensor that is not quantized, or the raw values of one that is."""
 
     file: TensorFile
     key: str

@@ -243,7 +243,7 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     trained = reader.state["counters"]["step"] > 0
     dtypes = _dtypes(own, kinds, came, asked=dtype, trained=trained)
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
-    # these keys would be wrong: the written weights are not quantised, and are for transformers' own code
+    # these keys would be wrong: the written weights are not quantized, and are for transformers' own code
     for key in ("torch_dtype", "quantization_config", "auto_map"):
         config.pop(key, None)
     config["model_type"] = kind_of(config)

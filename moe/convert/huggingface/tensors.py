@@ -94,7 +94,7 @@ def _pattern(ours: str) -> re.Pattern[str]:
 @dataclass
 class Source:
     """The safetensors files of a folder. Raises BadInput if there are none, or if one is damaged. `quantization`: quantization_config of
-    the config.json. `files`: key of a tensor -> the tensor, decoded to bf16 if it is quantised. `found`, `shapes`: name of a parameter ->
+    the config.json. `files`: key of a tensor -> the tensor, decoded to bf16 if it is quantized. `found`, `shapes`: name of a parameter ->
     its location and its shape, after a call of `check`."""
 
     folder: Path

@@ -8,7 +8,7 @@ Counting sort, stable:   count   number of choices of each expert in each block 
 
 The choices may be gathered from several ranks of the mesh: `row` [T] then has the row of each token in the gathered choices.
 
-Kernels are not specialised for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
+Kernels are not specialized for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
 """
 
 from __future__ import annotations

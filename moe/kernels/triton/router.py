@@ -96,7 +96,7 @@ def _sigmoid(logit_TE, real_E):
 
 @triton.jit
 def _scores(logit_TE, real_E, SIGMOID: tl.constexpr):
-    """Return the scores, the scores normalised to sum to 1, and the logarithm of the sum of the logits' exponentials."""
+    """Return the scores, the scores normalized to sum to 1, and the logarithm of the sum of the logits' exponentials."""
     prob_TE, logsum_T = _softmax(logit_TE, real_E)
     score_TE = prob_TE
     if SIGMOID:

@@ -15,7 +15,7 @@ operator, resharding of each tensor. A term depends on a few dim names with few 
 share their tables. The search chooses the axis of one name after another. It starts with the names whose axis changes the costs most. The
 sum of the least costs in all tables, given the axes chosen so far, is a lower bound. A branch is dropped if its bound is not below the cost
 of the best layout so far. A lower bound of a rank's bytes is computed in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer
-program) minimises only the memory of a forward pass.
+program) minimizes only the memory of a forward pass.
 
 Sources: Mesh-TensorFlow (arXiv 1811.02084), sections 3 and 4, and its moe.py; Land and Doig 1960 for the search.
 """
@@ -145,7 +145,7 @@ class Best(NamedTuple):
 def best_layout(
     graph: Graph, mesh: Sizes, machine: Machine, *, objective: Objective = "seconds", of_weight: float = 16, most_bytes: float = inf
 ) -> Best:
-    """Find the best of the legal layouts that need at most `most_bytes` on each rank. objective: what is minimised, seconds or bytes; the
+    """Find the best of the legal layouts that need at most `most_bytes` on each rank. objective: what is minimized, seconds or bytes; the
     other of the two breaks ties. of_weight: bytes for each element of a weight, with its gradient and optimizer states. Raises
     BadInput if every layout needs more than `most_bytes`."""
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)

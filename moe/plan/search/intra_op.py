@@ -1,7 +1,7 @@
 """Alpa's intra-operator search (arXiv 2201.12023, section 4): the cheapest sharding strategies of all operators, by an integer linear
 program.
 
-    minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij        s_i: 0 or 1 for each strategy of operator i; c_i: costs
+    minimize    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij        s_i: 0 or 1 for each strategy of operator i; c_i: costs
                                                                   e_ij: 0 or 1 for each pair of shardings, of i's output
                                                                   and of j's input; R_ij: resharding costs
     such that   each row of e_ij (a sharding of i's output) adds up to the sum of s_i over the strategies with this sharding, and each

@@ -104,7 +104,7 @@ class Optimizer(Section, alters="training"):
     """The optimizer, its learning rate and its weight decay. Norms, biases and the router have no weight decay."""
 
     kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] | Plugin = key(
-        "adamw", "kfac: K-FAC's direction, AdamW's length; muon: orthogonalised updates of matrices; given: from train(run, optimizer=...)"
+        "adamw", "kfac: K-FAC's direction, AdamW's length; muon: orthogonalized updates of matrices; given: from train(run, optimizer=...)"
     )
     lr: float = key(1e-3, "highest learning rate, after the warm-up", gt=0, le=1e3)
     beta1: float = key(0.9, "decay rate of the first moment", ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
@@ -145,19 +145,19 @@ class Lora(Section, alters="shape"):
 
     base: Literal["whole", "mxfp4", "fp8", "fp8_all"] = key(
         "whole",
-        "format of frozen experts; whole: master dtype; mxfp4, fp8: quantised blocks; fp8_all: fp8, also of attention and dense networks",
+        "format of frozen experts; whole: master dtype; mxfp4, fp8: quantized blocks; fp8_all: fp8, also of attention and dense networks",
         alters="cost",
         of="lora.rank",
     )
 
     @property
     def in_blocks(self) -> Literal["mxfp4", "fp8"] | None:
-        """Format of the frozen matrices that are kept in quantised blocks (`blocks_of`); None if there are none."""
+        """Format of the frozen matrices that are kept in quantized blocks (`blocks_of`); None if there are none."""
         return None if not self.blocks_of else "mxfp4" if self.base == "mxfp4" else "fp8"
 
     @property
     def blocks_of(self) -> tuple[Literal["attention", "experts", "dense"], ...]:
-        """Modules with frozen matrices in quantised blocks of MXFP4 or FP8: attention, experts, dense."""
+        """Modules with frozen matrices in quantized blocks of MXFP4 or FP8: attention, experts, dense."""
         if not self.rank or self.base == "whole":
             return ()
         return ("attention", "experts", "dense") if self.base == "fp8_all" else ("experts",)

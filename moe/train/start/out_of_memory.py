@@ -41,7 +41,7 @@ def during(what: str) -> Iterator[None]:
 
 
 def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str | None:
-    """Return the line for an out-of-memory error, recognised by its type or text; None for other errors. cpu: the device is a CPU."""
+    """Return the line for an out-of-memory error, recognized by its type or text; None for other errors. cpu: the device is a CPU."""
     said = str(error)
     ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if not ran_out and not (isinstance(error, RuntimeError) and any(words in said.lower() for words in _SAYINGS)):

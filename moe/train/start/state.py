@@ -203,7 +203,7 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load weights and routers' biases from `found`, another run's checkpoint, and set optimizer states to zero. If this run has LoRA
     adapters, only the weights of their base are loaded. Blocks of multi-token prediction that only the other run has are left out. whole:
-    layouts of all parameters of the model, if the engine lacks some: parameters of other pipeline stages, or quantised matrices.
+    layouts of all parameters of the model, if the engine lacks some: parameters of other pipeline stages, or quantized matrices.
     Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
@@ -218,7 +218,7 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 
 def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
-    """Encode the checkpoint's matrices into the model's quantised blocks (moe/nn/blocks.py), one matrix at a time. Raises BadInput for a
+    """Encode the checkpoint's matrices into the model's quantized blocks (moe/nn/blocks.py), one matrix at a time. Raises BadInput for a
     matrix that the blocks cannot hold exactly."""
     less = "fp8" if any(isinstance(module, Experts) for module in model.modules()) else "whole"
     for path, module in model.named_modules():
@@ -234,8 +234,8 @@ def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: str) -> None:
-    """Encode `matrix_IO` as matrix `number` of the quantised blocks. Raises BadInput if they cannot hold its values exactly. where: name of
-    the matrix in errors. less: value of lora.base that the error's fix names; with it, fewer matrices or none are quantised."""
+    """Encode `matrix_IO` as matrix `number` of the quantized blocks. Raises BadInput if they cannot hold its values exactly. where: name of
+    the matrix in errors. less: value of lora.base that the error's fix names; with it, fewer matrices or none are quantized."""
     check_values(matrix_IO, where)
     if not blocks.put(number, matrix_IO):
         needed = f"weights that were published in {blocks.form} blocks, and not trained since"

@@ -86,7 +86,7 @@ def _gates(scores: Tensor, logits: Tensor, chosen: Lists, kept: Lists, spec: Rou
 
 
 def _raw_gates(scores: Tensor, logits: Tensor, chosen: Lists, spec: RouterSpec) -> Tensor:
-    """Gates [T, E] before normalisation, 0 for experts not chosen: scores, or the softmax over the logits of the chosen experts."""
+    """Gates [T, E] before normalization, 0 for experts not chosen: scores, or the softmax over the logits of the chosen experts."""
     mask = mask_of(chosen, scores.shape[1])
     return logits.masked_fill(~mask, -math.inf).softmax(1) if spec.softmax_over == "chosen" else scores * mask
 

@@ -110,7 +110,7 @@ def test_the_next_steps_follow_from_the_numbers() -> None:
         {"what": "A", "kernel": "back", "seconds": 0.001, "share": 0.1},
     ]
     layers = [{"what": "A", "over_peers": {"x": 0.9, "y": 1.25, "z": 2.0}}]
-    steps = [{"what": "A", "synchronisations": 2}, {"what": "B", "synchronisations": 40}]
+    steps = [{"what": "A", "synchronizations": 2}, {"what": "B", "synchronizations": 40}]
     assert gpu.next_steps({"kernels": kernels, "layers": layers, "steps": steps, "right": [{"passed": False}]}) == [
         "first correct the wrong results of right",
         "most to gain in a kernel: 5.00 ms of up at A",

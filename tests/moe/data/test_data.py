@@ -742,7 +742,7 @@ tokens._publish = slow
 lines = []
 source, cache = Data(path=sys.argv[1], validation_share=0.3), Path(sys.argv[2])
 data = open_data(source, max_length=5, vocab_size=256, seed=3, cache=cache, log=lines.append)
-print(data.index["train"]["sha256"], any("tokenising" in line for line in lines))
+print(data.index["train"]["sha256"], any("tokenizing" in line for line in lines))
 """
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.model.initialise import FirstValues, alone, initialise
+from moe.model.initialize import FirstValues, alone, initialize
 from moe.model.names import global_name
 from moe.model.transformer import Block, Output, Transformer, moe_layers
 from moe.nn.attention import Attention, RelativeBias
@@ -416,7 +416,7 @@ def test_a_model_on_the_meta_device_has_no_weights_until_it_is_given_some() -> N
     with torch.device("meta"):
         model = full(run)
     assert all(p.is_meta for p in model.parameters())
-    initialise(model, FirstValues(model.config, *alone(model), seed=11), device="cpu")
+    initialize(model, FirstValues(model.config, *alone(model), seed=11), device="cpu")
     for (name, p), q in zip(model.named_parameters(), full(run).parameters(), strict=True):
         assert isinstance(p, nn.Parameter) and torch.equal(p, q), name
 

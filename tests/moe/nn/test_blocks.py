@@ -23,7 +23,7 @@ def mxfp4(count: int, size_in: int, size_out: int) -> Tensor:
 
 
 def fp8(count: int, size_in: int, size_out: int) -> Tensor:
-    """Return matrices [E, I, O] as a quantiser makes them: by the largest element of a block, by a power of two, or by a larger factor."""
+    """Return matrices [E, I, O] as a quantizer makes them: by the largest element of a block, by a power of two, or by a larger factor."""
     found = []
     for nth in range(count):
         weight = torch.randn(size_out, size_in, generator=DRAWS) * torch.rand(size_out, 1, generator=DRAWS)

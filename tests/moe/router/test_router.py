@@ -60,7 +60,7 @@ def test_switchs_gate_is_the_probability_as_it_is() -> None:
 
 @pytest.mark.parametrize("preset", ["switch", "gshard", "glam"])
 def test_the_router_learns_from_the_gate(preset: str) -> None:
-    """Without a balance loss, the router's gradient is not small. If a top-1 gate were normalised to sum to 1, its gradient would be 0."""
+    """Without a balance loss, the router's gradient is not small. If a top-1 gate were normalized to sum to 1, its gradient would be 0."""
     layer = MoELayer(
         sections.Experts(num_experts=E), sections.Router(preset=preset, balance_weight=0), d_model=D, d_ff=8, ffn="relu", layer=1
     )
@@ -71,8 +71,8 @@ def test_the_router_learns_from_the_gate(preset: str) -> None:
     assert layer.router.weight.grad.norm() > 1 and (layer.router.weight.grad.norm(dim=1) > 0).all()
 
     routed = route(router_of(preset="switch"), random(B * L, D))
-    renormalised = routed.gate_TK / routed.gate_TK.sum(-1, keepdim=True)
-    (dead,) = torch.autograd.grad((renormalised * random(B * L, 1, seed=3)).sum(), [routed.probs_TE])
+    renormalized = routed.gate_TK / routed.gate_TK.sum(-1, keepdim=True)
+    (dead,) = torch.autograd.grad((renormalized * random(B * L, 1, seed=3)).sum(), [routed.probs_TE])
     assert dead.abs().max() < 1e-6
 
 

@@ -23,7 +23,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "gumbel": {"preset": "glam", "noise": "gumbel", "gates": "after_drop", "capacity_factor": 0.8},
     "megatron": {"preset": "megatron", "balance_scope": "sequence", "group": 1, "capacity_factor": 0.8, "min_capacity": 1},
     "by lot": {"preset": "glam", "drop": "random", "queue": "tokens_first", "capacity_factor": 0.8},
-    "sqrt softplus, batch-prioritised": {
+    "sqrt softplus, batch-prioritized": {
         "preset": "glam",
         "score": "sqrt_softplus",
         "drop": "lowest_gate",

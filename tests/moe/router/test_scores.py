@@ -65,7 +65,7 @@ def test_gates_sum_to_one_however_small_the_scores(score: str) -> None:
 
 @pytest.mark.parametrize("score", SCORES)
 def test_gates_are_the_scores_of_the_chosen(score: str) -> None:
-    """Gates are the chosen experts' scores times gate_scale: unchanged, or normalised to sum to 1 before or after dropping."""
+    """Gates are the chosen experts' scores times gate_scale: unchanged, or normalized to sum to 1 before or after dropping."""
     logits = random(B * L, E) + torch.linspace(3, 0, E)
     scores = SCORES[score](logits)
     common = {"score": score, "num_choices": 3, "capacity_factor": 0.6, "min_capacity": 1, "gate_scale": 1.5}
@@ -81,8 +81,8 @@ def test_gates_are_the_scores_of_the_chosen(score: str) -> None:
     assert lost.any() and not found["after_drop"].gate_TK[lost].any()
 
 
-def test_softmax_over_the_chosen_equals_renormalised_softmax() -> None:
-    """Softmax over the chosen experts (Mixtral) gives the gates and gradients of a softmax over all experts, normalised (GShard)."""
+def test_softmax_over_the_chosen_equals_renormalized_softmax() -> None:
+    """Softmax over the chosen experts (Mixtral) gives the gates and gradients of a softmax over all experts, normalized (GShard)."""
     logits = random(B * L, E)
     weight = random(B * L, 2, seed=2)
     found = []

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe.model.initialise import FirstValues
+from moe.model.initialize import FirstValues
 from moe.nn.linear import Linear
 from moe.recipe import sections
 from moe.recipe.sections import Run

@@ -573,7 +573,7 @@ def test_packings_of_kfacs_work_break_no_rule(name: str) -> None:
     assert len(sums) == (16 if name == "chimera" else 0)
     inversions = [p.work for p in packing.placed if p.work.name.startswith("inversion")]
     assert sorted(work.rank for work in inversions) == [rank for rank in range(4) for _ in "AG"]  # two inversions on each rank
-    assert packing.utilisation > packing.utilisation_before + 0.04
+    assert packing.utilization > packing.utilization_before + 0.04
 
 
 @pytest.mark.parametrize(("name", "without"), [("chimera", "sum"), ("1f1b", "curvature"), ("chimera", "curvature")])

@@ -68,20 +68,20 @@ def test_k_fac_fits_into_the_bubbles_of_few_steps(name: str, profile: str) -> No
     check_packing(packing, works)
     least = ceil((p * curvature + inversion) / bubble)
     assert least <= packing.steps <= least + (2 if name == "chimera" else 1)
-    assert packing.utilisation_before == pytest.approx(p * (forward + backward) / timeline.makespan)
+    assert packing.utilization_before == pytest.approx(p * (forward + backward) / timeline.makespan)
     work = p * (p * curvature + inversion)
-    assert packing.utilisation == pytest.approx(packing.utilisation_before + work / (p * packing.steps * timeline.makespan))
-    assert packing.utilisation > 0.8
+    assert packing.utilization == pytest.approx(packing.utilization_before + work / (p * packing.steps * timeline.makespan))
+    assert packing.utilization > 0.8
 
 
-def test_utilisation_of_the_papers_example() -> None:
-    """Utilisation, step time and bubble with the paper's profile and p = 8: Chimera 0.680, 506.1 ms, 161.7 ms; 1F1B 0.533, 645.8, 301.4."""
+def test_utilization_of_the_papers_example() -> None:
+    """Utilization, step time and bubble with the paper's profile and p = 8: Chimera 0.680, 506.1 ms, 161.7 ms; 1F1B 0.533, 645.8, 301.4."""
     forward, backward, *_ = PROFILES["bert-large P100"]
     for name, share, took, wait in (("chimera", 0.680, 506.1, 161.7), ("1f1b", 0.533, 645.8, 301.4)):
         timeline = simulate(make_schedule(name, ranks=8, microbatches=8), costs(forward, backward))
         packing = packing_of(timeline, [])
-        assert (packing.utilisation_before, timeline.makespan, timeline.idle(0)) == pytest.approx((share, took, wait), abs=0.06)
-        assert packing.utilisation == packing.utilisation_before and packing.steps == 1
+        assert (packing.utilization_before, timeline.makespan, timeline.idle(0)) == pytest.approx((share, took, wait), abs=0.06)
+        assert packing.utilization == packing.utilization_before and packing.steps == 1
 
 
 @settings(max_examples=80, deadline=None)

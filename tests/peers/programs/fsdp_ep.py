@@ -21,7 +21,7 @@ FAULTS = {  # name -> (module or parameter of the first deviation, a word of the
     "expert gradients not averaged": ("blocks.1.moe.experts", "2 x"),
     "experts of a rank swapped": ("blocks.0.moe.experts", "order"),
     "gates not applied": ("blocks.1.moe", "gates"),
-    "gates not normalised": ("blocks.1.moe", "gates"),
+    "gates not normalized": ("blocks.1.moe", "gates"),
     "half the router's gradient": ("blocks.1.moe.router", "backward of the operations"),
     "router detached": ("blocks.1.moe.router", "missing"),
     "rows' gradients in another order": ("blocks.1.moe.experts", "order"),
@@ -83,7 +83,7 @@ class MoE(nn.Module):
         x = x_BLD.flatten(0, 1)
         probs = self.router(x).float().softmax(-1)
         gates, chosen = probs.topk(CHOICES)
-        gates = gates if self.fault == "gates not normalised" else gates / gates.sum(-1, keepdim=True)
+        gates = gates if self.fault == "gates not normalized" else gates / gates.sum(-1, keepdim=True)
         if self.fault == "half the router's gradient":
             gates = gates.detach() + 0.5 * (gates - gates.detach())
         gates = (

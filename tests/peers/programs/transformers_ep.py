@@ -85,7 +85,7 @@ FAULTS = {  # name -> (module or parameter of the first deviation, a word of the
     "each rank divides by its own tokens": ("lm_head.weight", "tokens", "_batch=count", "_batch=(own[2] != -100).sum()"),
     "mask not given": ("model.layers.0.self_attn", "mask", "attention_mask=seen, ", ""),
     "padding in the loss": ("lm_head", "mask", "labels=wanted", "labels=tokens"),
-    "gates not normalised": ("model.layers.0.mlp", "gates", "dtype=dtype, **parallel", "dtype=dtype, norm_topk_prob=False, **parallel"),
+    "gates not normalized": ("model.layers.0.mlp", "gates", "dtype=dtype, **parallel", "dtype=dtype, norm_topk_prob=False, **parallel"),
     "rate of all ranks": ("model.embed_tokens.weight", "learning rate", "lr=1e-2", "lr=1e-2 * world"),
     "norm of each rank's part": ("model.embed_tokens.weight", "clipping", "p.grad.norm().full_tensor()", "p.grad.to_local().norm()"),
     "expert gradients halved": (

@@ -16,7 +16,7 @@ from moe.checks.together import check_run
 from moe.experts.experts import Experts
 from moe.kernels.network import ByProduct
 from moe.kernels.products import PRODUCTS
-from moe.model.initialise import FirstValues
+from moe.model.initialize import FirstValues
 from moe.parallelize.build import build
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster

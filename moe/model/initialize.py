@@ -61,7 +61,7 @@ def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float 
     return math.sqrt(model.init_scale / fan_in)
 
 
-def initialise(model: nn.Module, first: FirstValues, *, device: torch.device | str | None = None) -> None:
+def initialize(model: nn.Module, first: FirstValues, *, device: torch.device | str | None = None) -> None:
     """Set every weight to its initial value, which `first` computes, and every buffer to 0. Weights on the meta device are made on
     `device`."""
     for path, module in model.named_modules():
