@@ -50,15 +50,15 @@ class End:
 class Restarts:
     """Decides after each attempt of the run in folder `out` whether it is restarted, from which checkpoint, and on how many processes.
     limit: N of --restarts; 0: never. fresh, from_step: flags of the run. smaller: numbers of processes for --elastic, largest first.
-    processes: number of processes of the next attempt; None: as at first. gone: if `processes` has just changed, the rank of the last
-    attempt whose GPU is no longer used; None otherwise, or if it is unknown which rank died first."""
+    processes: number of processes of the next attempt; None: as in the first. gone: if `processes` has just changed, the rank that died
+    first in most attempts, and whose GPU is no longer used; None otherwise, or if this rank is unknown."""
 
     def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
         self._checkpoints, self._limit = out / "checkpoints", limit
         self._old = _inode(self._checkpoints) if fresh else None  # inode of the earlier checkpoints' folder, which --fresh renames
         self._fresh, self._from_step = fresh, from_step
         self._newest = self._first_newest = _newest(self._checkpoints)
-        self._count = self._in_a_row = 0  # number of restarts; of those, since the last new checkpoint
+        self._count = self._in_a_row = 0  # number of restarts: all, and since the last new checkpoint
         self._since = time.time()
         self._said: tuple[str, ...] = ()  # errors of the last attempt's ranks
         self._wait_s = 0.0

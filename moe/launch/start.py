@@ -105,7 +105,7 @@ def start(
             if again.processes not in (None, nproc):
                 environment |= devices_without(again.gone, environment, world)
                 world = nproc = again.processes or world
-                if ready is not None:  # the warm process was started with cores and devices for the old number of ranks
+                if ready is not None:  # end the warm process: its cores and devices are for the old number of ranks
                     ready.close()
             if not again.wait(caught):
                 return INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED

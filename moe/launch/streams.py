@@ -20,7 +20,7 @@ from typing import Any
 
 from parallel.errors import BadInput
 
-_BEGIN = "--- process "  # begins the line that each attempt (start of the rank's process) writes into the log first
+_BEGIN = "--- process "  # prefix of the first line that each attempt (start of the rank's process) writes into the log
 FOLDER = "logs"  # in the run's folder
 _END_BYTES, _END_LETTERS = 64 << 10, 300  # bytes that `last_line` reads at a log's end, and most letters that it returns
 

@@ -21,7 +21,7 @@ def main() -> int:
     from torch.distributed.run import main as torchrun
 
     codes = Path(sys.argv[1])
-    logging.disable(logging.CRITICAL)  # in this process only: the ranks are separate processes
+    logging.disable(logging.CRITICAL)  # hides torchrun's messages only: the ranks are other processes, and still log
     try:
         torchrun(["--log_dir", str(codes.with_suffix("")), *sys.argv[2:]])
     except ChildFailedError as failed:

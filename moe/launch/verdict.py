@@ -48,7 +48,7 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {NOTHING_LOST}"]
-    # `killed` without a signal: another machine's launcher failed, and its ranks may have started
+    # not if all were killed without a signal: then another machine's launcher failed, and ranks may have started there
     if not statuses and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         return FAILED, ["no rank had started" if killed else alone]
@@ -105,8 +105,8 @@ def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collecti
 
 
 def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
-    """Return whether a signal ended the run before training: the signal ended some ranks, and all others failed because those were
-    missing. `verdict` explains the arguments."""
+    """Return whether a signal ended the run before training: the signal ended some ranks, and all others failed because these ranks
+    were missing. `verdict` explains the arguments."""
     seen = {rank.rank: rank for rank in ranks}
 
     def by_signal(rank: int) -> bool:

@@ -37,7 +37,7 @@ class Kept(NamedTuple):
 
 @contextmanager
 def keeping(blocks: Collection[nn.Module], keep: Collection[str], *, batch: int) -> Iterator[Kept]:
-    """Within this context, fill the returned Kept with values of the layers `blocks`. keep: names of the values, from KINDS. batch: number
+    """Yield a Kept; within this context, fill it with values of the layers `blocks`. keep: names of the values, from KINDS. batch: number
     of sequences of the pass. Raises BadInput for an unknown name."""
     for name in keep:
         if name not in KINDS:

@@ -377,7 +377,7 @@ def extra_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def embedding_as_module(model: Transformer) -> None:
-    """Move the embedding table into a module, because FSDP and ZeRO-3 gather whole modules, and tiling replaces them."""
+    """Move the embedding table into a module, because FSDP and ZeRO-3 gather whole modules, and tiling replaces modules."""
     if isinstance(model.embedding, nn.Parameter):
         table = model.embedding
         del model.embedding

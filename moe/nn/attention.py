@@ -132,7 +132,7 @@ class Attention(nn.Module):
 
     def _heads(self, y: Tensor, norm: Norm | None) -> Tensor:
         """Cut y, a product [B, L, heads * C], into heads [B, heads, L, C], normalize and clip. norm: the norm of queries or keys; None: no
-        norm. Without einops, which takes too long for a single token."""
+        norm. Einops is not used, because it takes too long for a single token."""
         y = norm(y) if norm is not None and self.normed == "whole" else y
         y_BLHC: Tensor = y.unflatten(2, (-1, self.head_size))
         y_BLHC = norm(y_BLHC) if norm is not None and self.normed == "heads" else y_BLHC

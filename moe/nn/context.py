@@ -144,7 +144,7 @@ class Context:
 
     def with_documents(self, separator: int | None, whole: Callable[[Tensor], Tensor]) -> Context:
         """Return a context with `document_BS`, the number of each token's document. A document begins at each token `separator` (None: at
-        none), and at each packed chat. `whole(x)` gathers this rank's part [B, L] of sequences to whole sequences [B, S]."""
+        none), and at each packed chat. `whole(x)` gathers this rank's shards [B, L] of sequences to whole sequences [B, S]."""
         begins_T = torch.zeros_like(self.tokens_T, dtype=torch.bool) if self.begins_T is None else self.begins_T
         begins_T = begins_T if separator is None else begins_T | (self.tokens_T == separator)
         begins_BS = whole(begins_T.view(len(self.sequence_B), -1))
@@ -152,10 +152,11 @@ class Context:
 
     def halves_with_documents(self, separator: int, sentinels: int, whole: Callable[[Tensor], Tensor]) -> tuple[Context, Context]:
         """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
-        which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last document if the encoder
-        has no such sentinel.
-        `sentinels`: smallest id of a sentinel, a token that stands for a hidden span (T5). `whole(x)` gathers this rank's part of
-        sequences to whole ones: the encoder's tokens, then the decoder's.
+        which ends the text. A sentinel is a token that stands for a hidden span (T5). The decoder's tokens of a span belong to the document
+        of the span's sentinel, or to the last document if the encoder has no such sentinel.
+
+        `sentinels`: smallest id of a sentinel. `whole(x)` gathers this rank's shards of sequences to whole sequences: the encoder's tokens,
+        then the decoder's.
         """
         tokens_BL = self.tokens_T.view(len(self.sequence_B), -1)
         read_BS, written_BL = whole(tokens_BL).tensor_split([self._whole_source(tokens_BL.shape[1])], dim=1)

@@ -27,8 +27,8 @@ MOST, MIN_STEPS = 40, 5  # largest number of windows in a run, and smallest numb
 class Layer:
     """Means of one MoE layer over a window. load_E: load / fair share, for each expert. uneven: root mean square of (load / fair share - 1)
     over experts and single steps. echo: correlation of this deviation with the next step's, from -1 (loads alternate between high and low)
-    to 1. dropped: dropped choices / all choices of experts. z_loss: mean squared log-sum-exp of the router's logits. entropy: of its
-    softmax. bias_range: largest minus least selection bias, NaN if unknown."""
+    to 1. dropped: dropped choices / all choices of experts. z_loss: mean squared log-sum-exp of the router's logits. entropy: of the
+    softmax of these logits. bias_range: largest minus least selection bias, NaN if unknown."""
 
     layer: int
     load_E: Array
@@ -56,7 +56,7 @@ class Window:
 
 
 class Filling:
-    """A window that is being filled, step by step. Of experts' loads it keeps sums over steps, and the last step's."""
+    """A window that is being filled, step by step. Of experts' loads it keeps the sums over steps, and the last step's loads."""
 
     def __init__(self) -> None:
         self.count, self._first, self._last = 0, 0, 0
@@ -86,7 +86,7 @@ class Filling:
 
 class _Sums:
     """Sums over steps of one layer's numbers. _squares: sum of all experts' squared deviations (load / fair share - 1). _last: the last
-    step's part of this sum. _echoes: sum of the products of an expert's deviations in consecutive steps."""
+    step's term of this sum. _echoes: sum of the products of an expert's deviations in consecutive steps."""
 
     def __init__(self, experts: int) -> None:
         self._load_E, self._before_E, self._steps = np.zeros(experts), np.zeros(experts), 0

@@ -79,8 +79,8 @@ class Walked:
 
 def main(run: Run, *, recipe: str, world: int, rank: str = "0", device: str = "cpu", json: str | None = None) -> int:
     """Rehearse `rank` and print its memory and messages. With "all", rehearse every rank, and print the results of the rank with the
-    highest peak. If the run itself would fail, print where, and return FAILED. Raises BadInput as the run itself would, and for an
-    impossible world, rank or device."""
+    highest peak. If the run itself would fail, or would hang because ranks call different collectives, print where, and return FAILED.
+    Raises BadInput as the run itself would, and for an impossible world, rank or device."""
     if world < 1:
         raise BadInput("--world", got=world, needed="at least 1 rank", fix="--world 8")
     ranks = [r for r in range(world) if rank in (str(r), "all")]

@@ -73,7 +73,9 @@ def write_report(run_dir: Path | str) -> Path:
         replace_file(folder / REPORT, text.encode())
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        needed, fix = ("a folder with room to write", "free space") if full else ("a folder that can be written", f"cp -r {folder} COPY")
+        needed, fix = "a folder that can be written", f"cp -r {folder} COPY; moe report COPY"
+        if full:
+            needed, fix = "a folder with room to write", "free space"
         raise BadInput(f"run folder {folder}", got=error.strerror or error, needed=needed, fix=fix) from None
     return folder / REPORT
 

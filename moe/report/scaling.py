@@ -1,4 +1,4 @@
-"""Draws what more experts gain at equal FLOPs per token, as in Switch's scaling figures (arXiv 2101.03961, figures 1 and 4)."""
+"""Draws the gain from more experts at equal FLOPs per token, as in Switch's scaling figures (arXiv 2101.03961, figures 1 and 4)."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def kept_choices(
     if slots_each is None:
         return torch.ones_like(expert_TK, dtype=torch.bool) if active_TK is None else active_TK
     sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots_each": slots_each}
-    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # kernels.kept serves in this order
+    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # the order in which kernels.kept gives slots
         first_TK: Tensor = kernels.kept(expert_TK, active_TK, **sizes)
         return first_TK
     order_N = _service_order(expert_TK, num_groups, queue, priority_TK)
@@ -71,8 +71,8 @@ def kept_choices(
 
 
 def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:
-    """Return the flat choices t*K + k in the order in which they get slots: int64 [T * K]. All choices of one group of tokens come before
-    the next group's. Inside a group, the order is `queue` (router.queue) or, with `priority_TK`, falling priority."""
+    """Return the flat indices t * K + k of the choices, in the order in which choices get slots: int64 [T * K]. All choices of one group
+    of tokens come before the next group's. Inside a group, the order is `queue` (router.queue) or, with `priority_TK`, falling priority."""
     import torch
     from einops import rearrange
 

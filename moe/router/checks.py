@@ -97,7 +97,7 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
         got, needed = f"{s.bias_rate} with select {s.select}", "null: nothing is chosen by the biased scores"
         raise BadInput("router.bias_rate", got=got, needed=needed, fix=Set("router.bias_rate", None))
     if s.noise not in method.noises:
-        got, needed = f"{s.noise} with select {s.select}", "none: nothing is chosen by noisy scores"
+        got, needed = f"{s.noise} with select {s.select}", f"{' or '.join(method.noises)}: no other noise changes the choice"
         raise BadInput("router.noise", got=got, needed=needed, fix=Set("router.noise", "none") | Set("router.select", "top_k"))
 
 
@@ -111,7 +111,9 @@ def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
             needed = f"{_LEAST_FACTOR} or more, or router.min_capacity above 0, which then gives the number of slots"
             raise BadInput(f"router.{key}", got=f"{factor:g} with min_capacity 0", needed=needed, fix=Set(f"router.{key}", 1.0))
         if slots_of(s, group_tokens, num_experts=num_experts, training=training) == 0:
-            got = f"{factor:g}, which gives an expert of {num_experts} no slot for {counted(group_tokens, 'token')} ({s.capacity_rounding})"
+            rounded = f"capacity_rounding {s.capacity_rounding}"
+            each = counted(num_experts, "expert")
+            got = f"{factor:g}, which gives each of {each} no slot for {counted(group_tokens, 'token')} ({rounded})"
             raise BadInput(f"router.{key}", got=got, needed="at least 1 slot", fix=Set("router.min_capacity", 1))
 
 
@@ -119,7 +121,7 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
     method = method_of(s)
     if s.load_weight and not (s.noise == "noisy_top_k" and method.is_top_k):
         got = f"{s.load_weight} with noise {s.noise} and select {s.select}"
-        needed = "noisy_top_k and top_k: the loss is computed from how likely the noise makes each choice"
+        needed = "noise noisy_top_k and select top_k: the loss is computed from how likely the noise makes each choice"
         raise BadInput("router.load_weight", got=got, needed=needed, fix=Set("router.noise", "noisy_top_k") | Set("router.load_weight", 0))
     if s.load_weight and (s.num_choices == num_experts or s.bias_rate is not None):
         chosen = f"{counted(s.num_choices, 'choice')} of {counted(num_experts, 'expert')}"

@@ -89,7 +89,10 @@ def _check_alone(key: str, name: str, function: Callable[[Tensor], Tensor], rows
     if not same:
         needed = "a result of each token by itself, equal at each call: otherwise it depends on the layout and on later tokens"
         raise BadInput(
-            key, got=f"{name}, whose result for a token depends on other tokens", needed=needed, fix="compute each token's row by itself"
+            key,
+            got=f"{name}, whose result for a token depends on other tokens or on the call",
+            needed=needed,
+            fix="compute each token's row by itself",
         )
 
 
@@ -100,7 +103,7 @@ def _called(key: str, name: str, function: Callable[[Tensor], Tensor], rows_TE: 
         raise
     except Exception as error:
         raise BadInput(
-            key, got=f"{name}, which raised {where(error)}", needed="a function that runs on a few tokens", fix="correct it"
+            key, got=f"{name}, which raised {where(error)}", needed="a function that runs on a few tokens", fix="correct the function"
         ) from error
 
 

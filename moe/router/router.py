@@ -120,8 +120,8 @@ class Router(nn.Module):
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
         """Route by one kernel. `_decide` chooses the experts instead if a record gives them, or if experts have a capacity and the kernel
-        cannot assign the slots. It cannot if router.drop is not position, nor if ranks share groups, K > 1 and router.queue is not
-        choices_first. A recomputation reuses the experts of the first pass. Collective if ranks share groups of tokens (`shards`).
+        cannot assign the slots. It can if router.drop is position and, if ranks share groups, router.queue is choices_first or K is 1.
+        A recomputation reuses the experts of the first pass. Collective if ranks share groups of tokens (`shards`).
         `sequence_tokens`: tokens of a sequence."""
         from moe.kernels.triton.router import Given, Together
 
@@ -175,9 +175,9 @@ class Router(nn.Module):
     def _kept_together(
         self, expert_TK: Tensor, shards: Shards, context: Context, *, num_groups: int, slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (whether each of this rank's choices gets one of an expert's `slots` slots in a group; number of times that each expert is
-        chosen in each group, int32 [G, E]), over the tokens of all ranks of `shards`. The second is None if the balance loss counts other
-        experts than the chosen ones. Collective."""
+        """Return (whether each of this rank's choices gets one of an expert's `slots` slots in a group, bool [T, K]; number of each
+        expert's choices in a group that the balance loss counts, over the ranks of `shards`, int32 [G, E]). The second is None if the
+        balance loss counts other experts than the chosen ones. Collective."""
         from moe.kernels.triton import queues
 
         if context.valid_T is not None:

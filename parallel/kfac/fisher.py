@@ -65,7 +65,7 @@ class BubbleFiller(Watcher):
             self._fill(at)
 
     def _fill(self, at: int) -> None:
-        """Run the units that are planned after action number `at` (-1: before the first action) if they are ready."""
+        """Run the units that are planned after the action with index `at` (-1: before the first action) if they are ready."""
         assert self.slots is not None
         for unit in self.slots.get((self.kfac.updates % self.kfac.settings.refresh_every, at), ()):
             if unit in self.kfac.waiting:

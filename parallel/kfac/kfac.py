@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from parallel.kfac.factors import averaged, damped_inverse, summed_products
 from parallel.mesh.layout import Layout
 
-# R rows, W width, E matrices of a stack, I in, O out
+# R rows, W width of a factor (I or O), E matrices of a stack, I input width, O output width
 
 
 @dataclass(frozen=True)
@@ -276,8 +276,8 @@ class Kfac:
 
     @torch.no_grad()
     def _share_inverses(self) -> None:
-        """Compute all inverses that are still queued on this rank, then give each new inverse to all ranks that need it: by an all-reduce
-        to which only the rank that computed it contributes, and the others add zeros."""
+        """Compute all inverses that are still queued on this rank, then give each new inverse to all ranks that need it, by an
+        all-reduce in which all ranks but the one that computed the inverse add zeros."""
         self._run_all()
         if not self._inverses_due:
             return
@@ -305,7 +305,7 @@ class Kfac:
     # --- saving and loading of checkpoints ----------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
-        """Yield (kind, name of the linear, layout, this rank's shard) for each tensor of a checkpoint. Collective.
+        """Yield (kind, name of the linear, layout, this rank's shard) for each tensor that a checkpoint stores. Collective.
         kind: "A" (running factor), "A_inverse" (used now) or "A_next" (inverse not used yet); "G", "G_inverse" or "G_next"."""
         self.settle()
         for (factor, name), held in self.factors.items():

@@ -27,8 +27,8 @@ def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> 
 
 
 def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
-    """Sum the gradients of parameters that several pipeline stages hold (Layout.holders), in place, over these stages. grads: parameter
-    name -> gradient; those of other parameters are ignored. Collective: these stages must pass the same parameters in the same order."""
+    """Sum the gradients of parameters that several pipeline stages hold (Layout.holders), in place, over these stages. grads: name of a
+    parameter -> gradient; other parameters are ignored. Collective: these stages must pass the same parameters in the same order."""
     shared = sorted((name for name in grads if layouts[name].holders), key=lambda name: layouts[name].holders)
     _sum({name: grads[name] for name in shared}, lambda name: on_stages(layouts[name].holders, mesh))
 
@@ -99,8 +99,8 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(elements: Mapping[str, int], axis_of: Callable[[str], Axis]) -> list[Bucket]:
-    """Split the gradients into buckets, each of consecutive gradients with the same axis: at most _BUCKET_ELEMENTS elements together, or
-    one larger gradient. Gradients with an axis of one rank are left out. elements: name -> number of elements. axis_of: name -> axis."""
+    """Split the gradients of each axis into buckets: consecutive gradients with at most _BUCKET_ELEMENTS elements together, or one larger
+    gradient. Gradients with an axis of one rank are left out. elements: name -> number of elements. axis_of: name -> axis."""
     found: dict[tuple[str, tuple[int, ...]], list[Bucket]] = {}
     room: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, count in elements.items():

@@ -6,7 +6,7 @@
     3d                q x q x q
     copied            no tensor is cut
 
-Arithmetic without torch, for recipes, planner and layers. docs/parallel/tensor_grids.md compares them.
+Arithmetic without torch, for recipes, planner and layers. docs/parallel/tensor_grids.md compares the kinds.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def read_later(*tensors: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy integer tensors to the host. Return a function that returns their `tolist()`. For tensors on a GPU, this function waits
+    """Start to copy integer tensors to the host. Return a function that returns their `tolist()`. For tensors on a GPU, that function waits
     for the copy, but not for GPU work that was queued after the copy."""
     if not tensors[0].is_cuda:
         return lambda: [tensor.tolist() for tensor in tensors]

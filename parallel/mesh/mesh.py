@@ -29,13 +29,14 @@ from parallel.mesh.traffic import Communicator, leaving
 if TYPE_CHECKING:
     from torch import Tensor
 
+# axis -> the axes into which another view divides it
 FACTORS = {
     "sp": ("sp_ring", "sp_heads"),
     "tp": ("tp_depth", "tp_row", "tp_col"),
     "ep": ("ep_outer", "ep_inner"),
     "tp_row": ("tp_row_heads", "tp_row_copies"),
     "tp_col": ("tp_col_heads", "tp_col_copies"),
-}  # axis -> the axes into which another view divides it
+}
 
 
 def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:

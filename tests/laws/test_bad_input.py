@@ -459,12 +459,12 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--router.capacity_factor 0.01 --router.capacity_rounding floor --router.min_capacity 0",
-        "router.capacity_factor: got 0.01, which gives an expert of 8 no slot for 256 tokens (floor), needed at least 1 slot",
+        "router.capacity_factor: got 0.01, which gives each of 8 experts no slot for 256 tokens (capacity_rounding floor), needed",
         "set router.min_capacity to 1",
     ),
     (
         T + "--experts.num_experts [4,64] --router.capacity_factor 0.05 --router.capacity_rounding floor --router.min_capacity 0",
-        "router.capacity_factor: got 0.05, which gives an expert of 64 no slot for 256 tokens (floor), needed at least 1 slot",
+        "router.capacity_factor: got 0.05, which gives each of 64 experts no slot for 256 tokens (capacity_rounding floor), needed",
         "set router.min_capacity to 1",
     ),
     (T + "--optimizer.lr 1e30", "optimizer.lr: got '1e30', needed less than or equal to 1000", "set optimizer.lr"),
@@ -522,7 +522,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--router.select hash --router.balance_weight 0 --router.noise gumbel", "router.noise: got gumbel with select hash", "to none"),
     (
         T + "--router.select hash --router.balance_weight 0 --router.noise noisy_top_k",
-        "router.noise: got noisy_top_k with select hash, needed none: nothing is chosen by noisy scores",
+        "router.noise: got noisy_top_k with select hash, needed none: no other noise changes the choice",
         "router.select to top_k",
     ),
     (

@@ -52,7 +52,7 @@ def measure(minutes: float, file: Path) -> int:
         done = json.loads(file.read_text()) if file.exists() else fresh
         if not isinstance(done, dict) or done.get("device") != machine.name:
             raise ValueError(f"not made on {machine.name}")
-        replace_file(file, json.dumps(done := fresh | done))  # before measuring: raises OSError if the file cannot be written
+        replace_file(file, json.dumps(done := fresh | done))  # before measuring, because it raises OSError if the file cannot be written
     except (OSError, ValueError) as error:
         print(f"error: --json: got {file} ({error}), needed a file of this machine's results; fix: name another file", file=sys.stderr)
         return 2

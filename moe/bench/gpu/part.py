@@ -44,8 +44,8 @@ class Part:
 
 
 def each(work: Mapping[str, Callable[[], list[Row]]]) -> list[Row]:
-    """Call each function in `work`, name -> function, and return all rows; `what` in a row is the name. A call that fails, for example if
-    memory runs out, gives a row with the error."""
+    """Call each function in `work` (name -> function), and return the rows of all. Key "what" of a row has the function's name. A call that
+    fails, for example if memory runs out, gives a row with the error."""
     found: list[Row] = []
     for name, one in work.items():
         try:

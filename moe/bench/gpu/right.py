@@ -105,7 +105,7 @@ def _networks(
         inputs = [_random(machine, tokens, width, seed=1), _random(machine, *plan.row_TK.shape, seed=2).sigmoid()]
         shapes = [(experts, width, hidden), (experts, hidden, width), (experts, width, hidden)][: 3 if "glu" in ffn else 2]
         inputs += [_random(machine, *shape, seed=3 + n) * shape[1] ** -0.5 for n, shape in enumerate(shapes)]
-        dtypes = list(LIMITS) if machine.gpu else [list(LIMITS)[number % 3]]  # the interpreter is slow
+        dtypes = list(LIMITS) if machine.gpu else [list(LIMITS)[number % 3]]  # Triton's interpreter is slow
         for dtype in dtypes:
             rounded = [t.to(dtype) for t in inputs]
             want = _results(reference, [t.float() for t in rounded], ffn, plan)

@@ -26,7 +26,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-PASS_S = 0.02  # seconds that a rank's stages together sleep in each of: forward pass, gradients of inputs, gradients of weights
+PASS_S = 0.02  # seconds that a rank sleeps for a micro-batch in each of: forward pass, gradients of inputs, gradients of weights
 UPDATE_S = 0.005  # seconds that a rank's stages together sleep in an update of the weights
 ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
@@ -90,7 +90,8 @@ def _time(mesh: Mesh, schedule: Schedule, steps: int) -> list[dict[str, Any]]:
     action, such as "F0" for the forward pass of stage 0 -> mean seconds.
     """
     axis = mesh.axis("pp")
-    # PASS_S is divided among a rank's stages; if each stage has copies on several ranks (chimera), every copy takes PASS_S
+    # A rank divides PASS_S among its stages. If stages have copies on several ranks (chimera), each takes PASS_S: a micro-batch then uses
+    # only one stage of a rank.
     share = 1.0 if len(schedule.homes[0]) > 1 else schedule.num_ranks / schedule.num_stages
     stages: dict[int, nn.Module] = {stage: Asleep(WIDTH, PASS_S * share) for stage in range(schedule.num_stages)}
     runtime = runtime_for(schedule, mesh, stages)

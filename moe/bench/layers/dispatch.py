@@ -86,7 +86,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     balanced = [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes]
     cases = [case for one in balanced for case in (one, replace(one, routing="skewed")) if only is None or only in _label(case)]
     if not cases and only not in TABLES:
-        needed = f"part of a row's text, such as E64 or bf16 or skewed, or {' or '.join(TABLES)}"
+        needed = f"part of a row's text, such as E64, bf16 or skewed; or {' or '.join(TABLES)}"
         raise BadInput("--only", got=only, needed=needed, fix="leave it out")
     rows: list[dict[str, Any]] = []
     for case in cases:
@@ -146,9 +146,8 @@ def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
     if name == "transformers-switch" and case.shape.k > 1:
         return "top-1 only"
     if name.endswith("batched_mm"):
-        needed = (
-            2 * case.shape.rows * 3 * case.shape.width * case.shape.hidden * case.dtype.itemsize
-        )  # batched_mm copies an expert's three matrices for each of its rows, and makes their gradients for each row
+        # batched_mm makes a copy of an expert's three matrices for each of the expert's rows, and gradients of all these copies
+        needed = 2 * case.shape.rows * 3 * case.shape.width * case.shape.hidden * case.dtype.itemsize
         half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         free = torch.cuda.mem_get_info(case.device)[0] if case.device.type == "cuda" else half
         if needed > free:

@@ -59,8 +59,8 @@ def _slots(shape: Shape) -> int:
 
 
 def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
-    """Return a Routing in which all experts are chosen equally often. E / k tokens choose neighbouring experts, the next E / k choose
-    experts as far apart as possible, and so on. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
+    """Return a Routing in which all experts are chosen equally often. In turn, E / k tokens choose k neighbouring experts each, and
+    E / k tokens choose k experts that are E / k apart. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
     if skew:
         weight_E = 1 / torch.arange(1, shape.experts + 1)
         weight_TE = weight_E.expand(shape.tokens, -1)
@@ -124,8 +124,8 @@ def _exchanges(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> 
     for name, section in examples().items():
         dispatcher = dispatcher_of(sections.Dispatch(**section | ({"node_size": node} if "node_size" in section else {})))
         found[name] = dispatcher.open(mesh, sizes), _Identity(), sum(message.sent for message in dispatcher.traffic(load).every)
-    # etp sends to each other rank: the rows; three tensors of the rows' shape in fp32 (partial outputs, gradients of rows and of outputs);
-    # and 8 bytes for each expert
+    # with etp, a rank sends to every other rank: the rows; three tensors of the rows' shape in fp32 (partial outputs, gradients of rows
+    # and of outputs); and 8 bytes for each expert
     split = (ranks - 1) * (shape.rows * (load.row_bytes + 3 * 4 * shape.width) + 8 * shape.experts)
     return found | {"etp": (open_exchange(sections.Dispatch(), by_hidden, sizes), _Identity(ranks), split)}
 
@@ -152,8 +152,8 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return the effect of moving experts, with skewed routing. largest_rank_before, largest_rank_after: largest number of rows on a rank /
-    mean over ranks. over_before: seconds after the move / seconds before.
+    """Return three entries on the effect of moving experts, with skewed routing. largest_rank_before, largest_rank_after: largest number
+    of rows on a rank / mean over ranks. over_before: seconds after the move / seconds before it.
     """
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), process.World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)

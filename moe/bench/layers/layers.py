@@ -65,7 +65,7 @@ class LayerCase:
         """Return the router's weight [E, D], fp32, with orthonormal rows."""
         s = self.shape
         if s.experts > s.width:
-            raise BadInput("experts", got=s.experts, needed=f"at most width={s.width}", fix="choose a wider shape")
+            raise BadInput("experts", got=s.experts, needed=f"at most width={s.width}", fix="raise the width of the Shape")
         q: Tensor = torch.linalg.qr(torch.randn(s.width, s.experts, generator=torch.Generator().manual_seed(1)))[0]
         return q.t().contiguous().to(self.device)
 

@@ -70,7 +70,7 @@ class ShardedKind:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
     def with_path(self, folder: str) -> ShardedKind:
-        """Return this kind. If it offloads to disk, `folder` holds the offloaded files."""
+        """Return this kind with `folder` as the folder of offloaded files; unchanged if it does not offload to disk."""
         if self.place != "nvme":
             return self
         return replace(self, sharding=self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
@@ -152,7 +152,7 @@ class DeepSpeedAlone:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.backward(loss)
         if not last:
-            self.engine.step()  # updates nothing yet: DeepSpeed needs the call to count micro-batches
+            self.engine.step()  # counts the micro-batch; DeepSpeed updates only at the last one
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for parts in self.engine.optimizer.averaged_gradients.values():

@@ -55,7 +55,7 @@ class ExpertChoice(Method):
 
 
 def expert_choice(scores_TE: Tensor, *, slots: int, num_groups: int, valid_T: Tensor | None) -> Chosen:
-    """Return each token's experts in ascending order: each expert takes its `slots` best valid tokens of every group."""
+    """Return the experts that take each token, in ascending order. Each expert takes its `slots` best valid tokens of every group."""
     import torch
     from einops import rearrange
 
