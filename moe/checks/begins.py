@@ -63,11 +63,12 @@ def _has_template(source: Path) -> bool:
 
 
 def check_data(data: Data, chat: dict[str, Any] | None, *, vocab_size: int) -> None:
-    """Read the first samples of the recipe's files. Raise BadInput if a chat, a JSONL line or a table is malformed, and if chats need a
-    template that is missing. chat: value of `Tokenizer.chat` of the model that the run begins with; None: it has no template. vocab_size:
-    the model's."""
+    """Read the first samples of the recipe's files. Raise BadInput if a chat, a JSONL line, a table or a file of ids is malformed, and if
+    chats need a template that is missing. chat: value of `Tokenizer.chat` of the model that the run begins with; None: it has no template.
+    vocab_size: the model's."""
     from moe.data.chat import ChatFiles, check_first, messages_field
     from moe.data.corpus import check_first_documents
+    from moe.data.ids import check_ids
 
     for one, text_key_set_by in data.each():
         if one.path is None or not Path(one.path).expanduser().exists():  # check_run refuses a path that is missing
@@ -75,7 +76,9 @@ def check_data(data: Data, chat: dict[str, Any] | None, *, vocab_size: int) -> N
         if one.source == "chat":
             files = ChatFiles(one.path, messages_field(one.text_key), named_encoding(one.encoding))
             check_first(files, chat, one.chat_template, vocab_size=vocab_size, only_ids=one.tokenizer == "ids")
-        elif one.tokenizer != "ids" and not one.is_own:
+        elif one.tokenizer == "ids":
+            check_ids(one)
+        elif not one.is_own:
             check_first_documents(one, text_key_set_by=text_key_set_by)
 
 

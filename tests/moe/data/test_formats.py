@@ -16,6 +16,7 @@ import pytest
 from moe.checks.together import check_together
 from moe.data import Dataset, formats, open_data
 from moe.data.formats import opened
+from moe.data.ids import check_ids
 from moe.data.tokenizer import Ids
 from moe.recipe.load import load
 from moe.recipe.sections import Data
@@ -25,8 +26,12 @@ TEXTS = [f"document {n}: " + "wörter " * (n % 5 + 1) for n in range(40)]
 LINES = "".join(json.dumps({"body": text}, ensure_ascii=False) + "\n" for text in TEXTS)
 
 
+def data_of(path: Path, **more: object) -> Data:
+    return Data.model_validate({"path": str(path), "validation_share": 0.3, "text_key": "body", **more})
+
+
 def read(path: Path, **more: object) -> Dataset:
-    data = Data.model_validate({"path": str(path), "validation_share": 0.3, "text_key": "body", **more})
+    data = data_of(path, **more)
     size = int(str(more.get("vocab_size", 256)))
     return open_data(data, max_length=5, vocab_size=size, seed=0, cache=path.parent / "cache", log=lambda _: None)
 
@@ -207,7 +212,20 @@ def megatron(folder: Path, dtype: str = "<u2", code: int = 8) -> Path:
 
 
 def ids(path: Path, **more: object) -> Dataset:
-    return read(path, tokenizer="ids", **{"vocab_size": 400, **more})
+    """The opened files, which `check_ids` must have accepted, or refused with the same words."""
+    values = {"tokenizer": "ids", "vocab_size": 400, **more}
+    refused = ""
+    try:
+        check_ids(data_of(path, **values))
+    except BadInput as bad:
+        refused = str(bad)
+    try:
+        made = read(path, **values)
+    except BadInput as bad:
+        assert str(bad) == refused
+        raise
+    assert not refused
+    return made
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4)])
