@@ -106,8 +106,8 @@ def even_gate_sum(router: Router, num_experts: int) -> float:
 
 
 def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
-    """Return the settings with `method` auto replaced. Raises BadInput for the first reason why the conversion is impossible. before: the
-    source's recipe. run: the new model's."""
+    """Return the settings; `method` auto becomes the method that fits. Raises BadInput for the first reason why the conversion is
+    impossible. before: the source's recipe. run: the new model's."""
     _check_same(before, run)
     routed = any(experts_of(before, layer) and experts_of(run, layer) for layer in range(run.model.num_layers))
     if routed and before.router.bias_rate is not None and run.router.bias_rate is None:

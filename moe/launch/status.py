@@ -1,6 +1,6 @@
 """The status folder: each rank writes for its parent `moe train` how it ended, because launchers do not report all exit codes.
 
-    <run folder>/.status/<rank>.json                {"exit": code, "pid", "error": message or null, "of_all", "repeats"}
+    <run folder>/.status/<rank>.json                {"exit": code, "pid", "error": message or null, "of_all", "repeats"}: see `leave`
     <run folder>/.status/started                    the launch's token: machines of a hostfile read it to check that they see this folder
     <run folder>/.status/launcher.json              exit codes by rank from torchrun, for ranks that wrote no file
     <run folder>/.status/machine-<token>-<n>.json   the exit code of the launcher on machine n of a hostfile, if not 0

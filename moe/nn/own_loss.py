@@ -83,7 +83,7 @@ class OwnLoss:
             needed = "a loss that depends only on its own sequence and is equal at each call, so that no layout changes it"
             raise BadInput(
                 _KEY,
-                got=f"{self.name}, whose loss of a sequence depends on other sequences",
+                got=f"{self.name}, whose loss of a sequence depends on other sequences or changes from call to call",
                 needed=needed,
                 fix="compute each sequence by itself, without random numbers",
             )

@@ -88,7 +88,8 @@ class Shards:
         return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=self.whole(context.tokens_T))
 
     def of_mine(self, made: Made) -> Made:
-        """Return a copy of the dataclass `made` in which each tensor [G, ...] is replaced by this rank's tokens [T, ...] (`mine`)."""
+        """Return a copy of the dataclass `made`. Its tensors [G, ...], with a row for each token of all ranks, are replaced by the rows of
+        this rank's tokens, [T, ...] (`mine`)."""
         changed: dict[str, Any] = {}
         for f in fields(made):
             value = getattr(made, f.name)

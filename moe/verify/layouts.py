@@ -193,7 +193,7 @@ def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
             first.remove()
             getattr(module, last).register_hook(spoil)
 
-        first = module.register_forward_pre_hook(gathered)  # FSDP's gathered weight exists only from then on
+        first = module.register_forward_pre_hook(gathered)  # FSDP gathers the weight just before
     return on
 
 

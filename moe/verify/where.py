@@ -84,7 +84,7 @@ def depth(name: str) -> tuple[float, ...]:
 
 
 def lines(tape: Tape) -> Iterator[Line]:
-    """Yield all lines of a tape, sorted as described at the top of this file."""
+    """Yield the tensors of a recording, one Line each, sorted as described at the top of this file."""
     for number, step in enumerate(tape.steps):
         names = sorted((name for at, name in tape.forward if at == number), key=depth)
         for name in names:

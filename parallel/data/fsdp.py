@@ -315,7 +315,8 @@ class FSDP(Stepped):
 
     def _gathered(self, name: str, part: Tensor, mean: int | None = None) -> Tensor:
         """Return this rank's tensor- or expert-parallel shard of a parameter, gradient or optimizer state, gathered from the FSDP shards.
-        part: this rank's FSDP shard. mean: if `part` is a mean over a dim, the (negative) index of this dim, which it lacks. Collective."""
+        part: this rank's FSDP shard. mean: the (negative) dim of the parameter over which `part` was averaged, so that `part` has one dim
+        less; None: no dim. Collective."""
         if name not in self.cut or (cut := self._cut_of(name)).dim == mean:
             return part
         return Whole((cut if mean is None or cut.dim > mean else replace(cut, dim=cut.dim + 1),)).gathered(part)

@@ -264,9 +264,9 @@ class Watchdog:
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this rank ends with `error`, so that they do not wait for this rank. Return the line that ends the run
-        if `error` has another cause: another rank ended first (`is_echo`), or a collective differed between ranks. Return None if `error`
-        itself is the cause, or if no cause was found."""
+        """Tell the other ranks that this rank ends with `error`, so that they do not wait for this rank. If `error` has another cause
+        (another rank ended first, see `is_echo`, or a collective differed between ranks), return the line that states this cause. Return
+        None if `error` itself is the cause, or if no cause was found."""
         if self.line is not None:
             return self.line
         self._leaving = True

@@ -73,8 +73,8 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def traffic(self, load: Load) -> Traffic:
-        """Return the messages that one layer sends for one rank's tokens and rows, whose numbers and sizes are in `load`. The positions
-        that dropout needs are not counted."""
+        """Return the messages that one layer sends for one rank's tokens and rows, whose numbers and sizes are in `load`. Not
+        counted: the tokens' indices in the step, which are sent only with dropout, because its mask depends on them."""
 
     @abstractmethod
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

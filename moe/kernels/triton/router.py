@@ -273,8 +273,9 @@ def finish(parts, counted, kept, share, loss, means, counts, G, B, E, W, slots, 
 def backward(logits, expert, valid, share, means, grad_gate, grad_loss, out, T, tokens, E, choices, SIGMOID: tl.constexpr,
              NORMED: tl.constexpr, SCALE: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_T: tl.constexpr,
              BLOCK_E: tl.constexpr):  # fmt: skip
-    """Write the gradient of the logits, [T, E] in their dtype, into `out`. `share`, `means`: written by `finish`. `tokens`: number of
-    tokens of a group. `grad_gate`, `grad_loss`: None if they are 0."""
+    """Write the gradient of the logits, [T, E] in their dtype, into `out`. Written by `finish`: `share` [G, E], each expert's fraction of
+    its group's counted choices, times E; `means`, of which the sixth is the number of counted tokens. `tokens`: number of tokens of a
+    group. `grad_gate`, `grad_loss`: None if they are 0."""
     token_T, expert_E = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     here_T, real_E = token_T < T, expert_E < E
     here_TE = here_T[:, None] & real_E[None, :]

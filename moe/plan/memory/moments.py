@@ -230,9 +230,9 @@ class _Moments:
         return stage.elements + self.outside.elements[stage.number == 0 and not gradients, stage.number == self.last and head]
 
     def _at_loss(self, rank: Rank, fresh: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
-        """Yield the moments "loss": before the backward pass of layers. fresh: parameters without gradients. kept, ends: bytes that all
-        micro-batches in flight keep, in layers and outside of them. whole: kind of moment -> bytes that ZeRO stage 3 adds. once: no B
-        or W of the step has ended yet."""
+        """Yield the moments "loss": before the backward pass of the layers. fresh: parameters that have no gradients yet. kept, ends: bytes
+        that all micro-batches in flight keep, in layers and outside of them. whole: kind of moment -> bytes of gathered weights and
+        unreduced gradients with ZeRO stage 3. once: no B or W of the step has ended yet."""
         outside, plan = self.outside, self.plan
         named: dict[str, Any] = {"to_come": fresh.trained, "gathered": whole.get("loss", 0.0)}
         if rank.stages[-1].number == self.last:

@@ -65,8 +65,8 @@ class _Kind:
 
     @staticmethod
     def nearest(program: Program) -> _Kind:
-        """Return the mesh axes of the plan that resembles the program most. Data axes cut the batch dim of the residual stream.
-        Tensor axes are the other axes that cut heads, hidden units or vocabulary of dense weights."""
+        """Return the mesh axes of a plan whose shardings equal this program's as far as possible. Data axes cut the batch dim of the
+        residual stream. Tensor axes are the other axes that cut heads, hidden units or vocabulary of dense weights."""
         data, weights = _cutting(program, _stream(program), ("batch",)), program.graph.parameters
         experts = {name: letters for name, letters in weights.items() if _of_experts(program.graph, letters)}
         dense = {name: letters for name, letters in weights.items() if name not in experts}

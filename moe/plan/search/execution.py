@@ -249,7 +249,8 @@ class Simulator:
         return made
 
     def _regions(self, factors: str, term: str, placed: Placed) -> _Regions:
-        """Return the regions of a tensor with dims `term` for the parts of an operator with dims `factors`."""
+        """Return, for each part of an operator with dims `factors`, the region (start and end in each dim) of a tensor with dims `term`
+        that the part reads or writes."""
         key = (factors, term, placed)
         if key in self._seen:
             return self._seen[key]

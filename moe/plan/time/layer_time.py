@@ -103,8 +103,8 @@ def _products(
     adapters' products belong to the forward pass and to the gradients of inputs. decoding: cost of decoding a frozen matrix that is stored
     in blocks (mxfp4, fp8); None: no blocks. matrices: number of matrices that each pass decodes, for each expert.
 
-    streams, kernels: numbers of pointwise kernels in the (forward, backward) pass. `streams` bounds the device's time: each takes at least
-    the device's launch_us. `kernels` counts all that the host launches, for the host's time. cast: if the program computes products in a
+    streams, kernels: pointwise kernels in the (forward, backward) pass. `streams`: their number if they were fused, for the device's time;
+    each takes at least the device's launch_us. `kernels`: the number that the host launches, for the host's time. cast: if the program computes products in a
     narrower dtype (fp8), add the time to cast their operands. by_product: whether the times of a product's two gradients are added to each
     other first. This changes only the last digits; both orders exist so that predictions stay equal to the tables in docs/benchmarks.
     """

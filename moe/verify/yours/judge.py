@@ -173,7 +173,8 @@ class Comparison:
 
     @cached_property
     def least(self) -> dict[str, float]:
-        """Kind of gradient -> smallest divisor of its deviations: a thousandth of the largest element of all gradients of this kind."""
+        """Kind of gradient -> lower limit of the scale that divides a deviation: a thousandth of the largest element of all gradients of
+        this kind, so that tiny gradients have no large relative deviations."""
         largest = dict.fromkeys(_GRADIENTS, 0.0)
         for key, pieces in self.one.pieces.items():
             if key.kind in largest:

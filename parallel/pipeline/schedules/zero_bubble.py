@@ -6,8 +6,8 @@
 H1 (section 2), with p ranks, m micro-batches: rank r starts with p - r forward passes and delays W by r micro-batches, so each rank keeps p
 micro-batches until their W. The bubble is (p - 1) (F + I - W) / (m (F + I + W)), where F, I and W are times. H2: rank r starts with
 2 (p - r) - 1 forward passes, delays W by 2 r, and keeps 2 p - 1 micro-batches. The bubble is (p - 1) (F + I - 2 W) / (m (F + I + W)). Both
-formulas count from rank 0's first action to its last. In every step, rank r begins later than rank 0. The formulas hold for rank r if it
-may also end later by the same time. In H2, a gradient norm over all ranks before the update prevents this.
+formulas count from rank 0's first action to its last. Rank r begins each step later than rank 0 by some time; the formulas hold for rank r
+only if it may also end later by that time. In H2, a gradient norm over all ranks before the update makes all ranks wait for each other.
 
 V (section 6): two chunks (stages) a rank, placed as a V. Rank 0 holds stages 0 and 2 p - 1, rank 1 stages 1 and 2 p - 2. Every rank keeps
 activations of up to 2 p (chunk, micro-batch) pairs, the memory of 1F1B's first rank. There is no bubble if F = I = W. V sends twice as many

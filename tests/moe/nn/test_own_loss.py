@@ -128,7 +128,7 @@ def test_dpo_begins_with_a_model_of_multi_token_prediction(folder: Path, dpo: Mo
     ("loss", "said"),
     [
         (lambda p: p.logp_BL.sum(), "got torch.float32 of shape [] from wrong:loss, needed a loss for each of 3 sequences"),
-        (lambda p: p.logp_BL.sum(1) / len(p.logp_BL), "wrong:loss, whose loss of a sequence depends on other sequences"),
+        (lambda p: p.logp_BL.sum(1) / len(p.logp_BL), "wrong:loss, whose loss of a sequence depends on other sequences or changes"),
         (lambda p: p.logits, "which raised AttributeError"),
         (lambda p: p.logp_BL.detach().sum(1), "wrong:loss, whose losses have no gradient"),
     ],
