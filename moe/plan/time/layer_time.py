@@ -104,10 +104,10 @@ def _products(
     in blocks (mxfp4, fp8); None: no blocks. matrices: number of matrices that each pass decodes, for each expert.
 
     streams, kernels: pointwise kernels in the (forward, backward) pass. `streams`: their number if they were fused, for the device's time;
-    each takes at least the device's launch_us. `kernels`: the number that the host launches, for the host's time. cast: if the program computes products in a
-    narrower dtype (fp8), add the time to cast their operands. by_product: whether the times of a product's two gradients are added to each
-    other first. This changes only the last digits; both orders exist so that predictions stay equal to the tables in docs/benchmarks.
-    """
+    each takes at least the device's launch_us. `kernels`: the number that the host launches, for the host's time. cast: if the program
+    computes products in a narrower dtype (fp8), add the time to cast their operands. by_product: whether the times of a product's two
+    gradients are added to each other first. This changes only the last digits; both orders exist so that predictions stay equal to the
+    tables in docs/benchmarks. """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
     forward = inputs = weights = casts_forward = casts_backward = 0.0

@@ -81,9 +81,9 @@ def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None
 
 
 def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
-    """Merge a rank's calls of a module, one for each micro-batch, into one call. Output gradients are added up. Other values are merged only
-    if all calls have the same. Return the calls unchanged if the single process calls the module at least as often, or if shapes differ
-    from the single process's, because micro-batches have fewer samples."""
+    """Merge a rank's calls of a module, one for each micro-batch, into one call. Output gradients are added up. Other values are merged
+    only if all calls have the same. Return the calls unchanged if the single process calls the module at least as often, or if shapes
+    differ from the single process's, because micro-batches have fewer samples."""
     alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
     if len(calls) <= len(whole) or not alike:
         return calls
