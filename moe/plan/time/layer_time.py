@@ -107,7 +107,8 @@ def _products(
     each takes at least the device's launch_us. `kernels`: the number that the host launches, for the host's time. cast: if the program
     computes products in a narrower dtype (fp8), add the time to cast their operands. by_product: whether the times of a product's two
     gradients are added to each other first. This changes only the last digits; both orders exist so that predictions stay equal to the
-    tables in docs/benchmarks. """
+    tables in docs/benchmarks.
+    """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
     forward = inputs = weights = casts_forward = casts_backward = 0.0
