@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from moe.verify import record
@@ -22,6 +22,7 @@ FAULTS = {  # name -> (module or parameter of the first deviation, a word of the
     "input gradient not summed": ("blocks.1.norm", "not summed"),
     "wrong slice of the output weight": ("blocks.0.attention.out.weight", "wrong slice"),
     "fused weight cut in one block": ("blocks.1.attention.out", "cut in one piece"),
+    "fused weight cut by DTensor": ("blocks.1.attention.out", "cut in one piece"),
     "dropout of its own on each rank": ("blocks.0.dropout", "dropout"),
     "output not summed": ("blocks.1.attention", "not summed"),
     "output summed twice": ("blocks.0.attention", "2 x"),
@@ -73,20 +74,23 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.bias = nn.Parameter(torch.randn(WIDTH))
 
-    def cut(self, rank: int, ranks: int, fault: str) -> None:
+    def cut(self, rank: int, ranks: int, mesh: DeviceMesh, fault: str) -> None:
         """Keep this rank's heads."""
         self.heads, self.ranks, self.fault = HEADS // ranks, ranks, fault
+        own = 0 if fault == "wrong slice of the output weight" else rank
+        self.out.weight = nn.Parameter(self.out.weight.chunk(ranks, 1)[own].detach().clone())
+        if fault == "fused weight cut by DTensor":  # each rank gets a run of rows: q and half of k, or the rest
+            parallelize_module(self, mesh, {"qkv": ColwiseParallel()})
+            return
         blocks = 1 if fault == "fused weight cut in one block" else 3
         rows = torch.arange(3 * WIDTH).reshape(blocks, ranks, -1)[:, rank].flatten()
         self.qkv.weight, self.qkv.bias = nn.Parameter(self.qkv.weight[rows].detach()), nn.Parameter(self.qkv.bias[rows].detach())
-        own = 0 if fault == "wrong slice of the output weight" else rank
-        self.out.weight = nn.Parameter(self.out.weight.chunk(ranks, 1)[own].detach().clone())
         if fault == "bias lost on rank 1" and rank == 1:
             self.qkv.forward = lambda x: F.linear(x, self.qkv.weight) + 0 * self.qkv.bias
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        if self.ranks > 1 and self.fault != "input gradient not summed":
+        if self.ranks > 1 and self.fault not in ("input gradient not summed", "fused weight cut by DTensor"):
             x = Copy.apply(x)
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scale = WIDTH**-0.5 if self.fault == "heads' scale of the whole" else (WIDTH // HEADS) ** -0.5
@@ -138,7 +142,7 @@ def main(folder: str, *, fault: str = "", dtype: torch.dtype = torch.float32, se
         for number, block in enumerate(model.blocks):
             faulty = next((int(n.split(".")[1]) for n, _ in [FAULTS.get(fault, ("blocks.9", ""))] if n.startswith("blocks")), 9)
             faulty = 1 if fault == "input gradient not summed" else faulty
-            block.attention.cut(rank, world, fault if number == faulty else "")
+            block.attention.cut(rank, world, mesh, fault if number == faulty else "")
             parallelize_module(block.ffn, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         if fault == "dropout of its own on each rank":
             torch.manual_seed(seed + 1 + rank)
