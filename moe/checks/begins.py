@@ -19,7 +19,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 def another_run(named: Path, holds: str = "checkpoints", *, otherwise: str = "train first: moe train switch_tiny") -> str:
     """Return the fix for an error about `named`, which is not a run's folder. It suggests the run that contains `named`, or runs in it,
-    next to it or in runs/. holds: what the folder of a run contains. otherwise: the fix if no run is found."""
+    next to it or in runs/. holds: name of a file or subfolder that the folder of a run contains. otherwise: the fix if no run is found."""
     near = next((str(parent) for parent in named.absolute().parents[:2] if (parent / holds).exists()), None)
     found: list[str] = []
     for folder in () if near else (named, named.parent, Path("runs")):

@@ -69,8 +69,8 @@ def find(source: Path) -> Path:
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
     """Return layer -> load of each of its experts. `source`: a JSON file with loads in any unit, such as {"1": [900, 20, 4, 76]}, or a run.
-    A run's loads are means over the last RECENT training steps up to `step`, from its metrics. `before`: the source's recipe. Raises
-    BadInput if an MoE layer of this recipe has no loads, or a number of loads that differs from its number of experts."""
+    A run's loads are means over the last RECENT training steps up to `step`, from its metrics. `before`: recipe of the run that is
+    converted. Raises BadInput if an MoE layer of `before` has no loads, or a number of loads that differs from its number of experts."""
     if source.suffix == ".json":
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}

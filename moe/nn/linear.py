@@ -108,7 +108,7 @@ def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
 
 
 def normed_in_fp32(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), by torch's operators on an fp32 copy of x. Return x's dtype."""
+    """Apply RMSNorm, or LayerNorm (`centred`), by torch's operators on an fp32 copy of x. The result has x's dtype."""
     wide, norm = sum_dtype(x.dtype), F.layer_norm if centred else F.rms_norm
     return norm(x.to(wide), gain_D.shape, gain_D.to(wide), eps=eps).to(x.dtype)
 

@@ -24,7 +24,7 @@ from moe.router.methods.catalog import method_of
 LASTING = 3  # number of windows, the last ones of the run so far, that must all show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
-MOVED = 0.25  # windows count once the learning rates' sum reaches this share of the initial weights' std: AdamW moves weights by ~lr a step
+MOVED = 0.25  # windows are judged once the sum of learning rates is this share of the initial weights' std: AdamW moves by ~lr a step
 CROWDED = 0.75  # a layer (k of E experts a token) is crowded if busiest load / fair share - 1 exceeds this share of its maximum, E / k - 1,
 TWICE = 2.0  # the busiest load of a crowded layer also exceeds this many fair shares
 DEAD, MANY_DEAD = 0.02, 0.5  # an expert hardly learns (is dead) if load / fair share < DEAD; alarm at a share MANY_DEAD of dead experts

@@ -68,7 +68,7 @@ def covering() -> Covering:
 
 @cache
 def covering_few() -> Covering:
-    """Return rows in which every allowed pair of values of FEW occurs, and the refused pairs."""
+    """Like `covering`, for FEW: further models, in fp32, with few sequences in a micro-batch."""
     simplest = {factor: values[0] for factor, values in FEW.items()}
     return cover(FEW, complete=lambda chosen: simplest | chosen, refuse=_refusal(few_of))
 
@@ -147,7 +147,7 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
 
 
 def few_of(choice: Choice) -> Case:
-    """Return the case of a row of FEW on WORLD ranks. Raises BadInput if the row needs more ranks."""
+    """Return the case on WORLD ranks for one combination of values in FEW. Raises BadInput if it needs more ranks."""
     (ep, etp), schedule, model = PLACES[choice["experts"]], choice["schedule"], choice["model"]
     pp, tp, sp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]], (1 if choice["sequence"] == "none" else 2)
     dp = _dp_of(choice, WORLD, pp * tp * sp, ep * etp, sp=sp)

@@ -56,7 +56,7 @@ def main(
     model: comma-separated names, by default the adapter's MODELS; "others": all further models of the installed release, if the adapter
     lists them (`others`). degrees: ep, tp, fsdp -> number of ranks; None: 2 for each axis that the peer supports. only: run only pairs
     whose row contains this text in model or layout. pin: ranks replay the choices of experts that the single process made. timeout_s: time
-    limit for one recording."""
+    limit for the recording of one step."""
     adapter = _adapter(peer)
     known = degrees or dict.fromkeys(adapter.DEGREES, 2)
     for name, degree in known.items():

@@ -46,7 +46,7 @@ def main(
     for number in range(draws):
         try:
             drawn = draw(f"{seed}/{number}", nproc or 2)
-        except Exception as error:  # the fault of a check or of its fix; it is counted as a failure
+        except Exception as error:  # a recipe check, or the fix that it suggests, is wrong; counted as a failure
             rows.append({"passed": False, "lacks": None, "error": f"the draw failed: {type(error).__name__}: {error}"})
             say(f"{number:>4} {rows[-1]['error']} FAIL")
         else:

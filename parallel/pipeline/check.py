@@ -91,7 +91,7 @@ class ActionGraph:
         width = 1 + max((action.microbatch for action in actions), default=0)
         by_op: dict[Op, dict[int, int]] = {op: {} for op in COMPUTE}  # op -> (stage * width + micro-batch -> number of the action)
         of_batch: dict[tuple[Op, int, int], list[int]] = defaultdict(list)  # (S or U, stage, version) -> numbers of the actions
-        gradients: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # (rank, stage, new version) -> numbers of its B and W
+        gradients: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # (rank, stage, version that an update makes) -> its B and W
         for n, (op, stage, microbatch, version) in enumerate(actions):
             if op is Op.S or op is Op.U:
                 of_batch[op, stage, version].append(n)

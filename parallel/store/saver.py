@@ -140,7 +140,7 @@ class _Writer(threading.Thread):
             raise self.problem
 
     def committed(self) -> None:
-        """Wait until this writer has ended, on rank 0 after the commit; raise its error if it failed."""
+        """Wait until this writer has ended; raise its error if it failed. Rank 0's writer ends after it has committed the checkpoint."""
         self.join()
         if self.problem is not None:
             raise self.problem

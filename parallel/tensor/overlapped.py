@@ -55,7 +55,7 @@ def column_products(
     all of A. x is [B, L, I], equal on all ranks, or if `sliced` each rank's [B, l, I].
 
     The gradient of x is summed over the axis. recast: save no cast weights for the backward pass, but cast them again (moe/nn/linear.py).
-    chunks: maximum number of chunks."""
+    chunks: largest number of chunks of positions; the collective of one chunk overlaps with the products of the next."""
     products = _SlicedColumns if sliced else _Columns
     found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, len(weights_OI), *weights_OI, *narrow_rI)
     return found

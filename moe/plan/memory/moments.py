@@ -175,7 +175,8 @@ class _Moments:
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
         """Return the moments that no other moment exceeds in all respects (Pareto front). With pipeline stages, only moments of the same
         kind are compared, because FSDP's bytes, which are added later, differ by kind."""
-        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a gradient bucket, which may not exist at the loss
+        # bytes of a gradient bucket; a moment "loss" must exceed others by them, because the bucket may not exist yet at a loss
+        bucket = self.stack.bucket_elements * self.stack.bucket_bytes
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(

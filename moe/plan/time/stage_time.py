@@ -113,7 +113,7 @@ def whole_model(network: Network, plan: Plan) -> Kinds:
 
 
 def rank_layers(network: Network, plan: Plan) -> tuple[Counts, ...]:
-    """Return the Counts of each pipeline rank, or of each stage, as in `kinds_of`."""
+    """Return the Counts of each pipeline rank or, if two ranks hold each stage (bidirectional schedules), of each stage."""
     kinds = kinds_of(network, plan)
     return tuple(kinds.distinct[number][0] for number in kinds.of)
 

@@ -49,8 +49,9 @@ def here(world: World) -> Place:
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
     """Predict memory and time, print and return them; return None if the prediction raises an error. Collective: all ranks decide alike.
-    run: the checked run. asked: the same run before `auto` values were replaced, for the fix in the error. cluster: a cluster file;
-    None: this machine. Raises BadInput if the run or the token ids of an evaluation are predicted not to fit, unless `force`."""
+    run: the checked run. asked: the same run before `auto` values were replaced, for the fix in the error. cluster: a cluster file; None:
+    this machine. Raises BadInput, unless `force`, if the run is predicted not to fit in memory, or if the token ids that an evaluation
+    loads would take more than half of a rank's host memory."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size

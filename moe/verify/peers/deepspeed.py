@@ -40,7 +40,8 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield one comparison for each model whose axis (ep with experts, fsdp with ZeRO) is in `degrees`."""
+    """Yield one comparison for each model whose axis is in `degrees`: ep for models with experts, fsdp for the others, which run with
+    ZeRO."""
     for model in models:
         axis = "ep" if model in ("moe", "autoep") else "fsdp"
         if axis in degrees:

@@ -190,7 +190,8 @@ class Step:
             self._keep(Key("local gradient", name), parameter.grad)
 
     def _clipped(self, norm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Record the gradients and their norm. This replaces torch's function `norm`, and returns its result."""
+        """Record the gradients and their total norm. Replaces the function `norm` by which torch's clipping computes it; returns the
+        result."""
         self.gradients()
         value = norm(*args, **kwargs)
         self._keep(Key("norm", "total"), value.full_tensor() if hasattr(value, "full_tensor") else value)

@@ -48,8 +48,8 @@ def by_columns(of: Comparison, key: Key, own: list[Piece | None], bound: float) 
 
 
 def of_calls(of: Comparison, key: Key, bound: float) -> list[Seen] | None:
-    """Align the sum over all calls and ranks, for integer outputs of equal shapes: counts, such as the number of tokens of each expert in
-    each micro-batch. Return None for other values, and if this sum deviates."""
+    """Compare the single process's sum over its calls with the sum over all calls of all ranks. Only for integer outputs of equal shapes:
+    counts, such as the number of tokens of each expert in each micro-batch. Return None for other values, and if the sums differ."""
     whole, calls = of.one.pieces[key], [piece for rank in of.ranks for piece in rank.pieces.get(key, [])]
     if key.kind != "output" or any(not p.dtype.startswith("int") or p.sampled or p.whole != whole[0].whole for p in (*whole, *calls)):
         return None

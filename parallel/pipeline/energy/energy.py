@@ -122,7 +122,8 @@ def plan_clocks(
     no clock for an action."""
     graph = Graph(schedule, transfer_time)
     options = {node: efficient_clocks(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
-    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # no choice: S computes nothing
+    # S, an all-reduce, computes nothing
+    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}
     fast = {node: clocks[0] for node, clocks in options.items()}
     full = ClockedGraph(graph, fast).makespan
     limit = full if limit is None else limit
