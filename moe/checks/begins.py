@@ -53,7 +53,7 @@ def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> No
 
 
 def _has_template(source: Path) -> bool:
-    """Return whether a run or checkpoint has a chat template. Also return True if it cannot be read, which the ranks report."""
+    """Return whether a run or checkpoint has a chat template. Also return True if it cannot be read: the ranks then raise the error."""
     files = [source / "manifest.json", *source.glob("checkpoints/step-*/manifest.json")]
     try:
         described = json.loads(next(file for file in files if file.is_file()).read_bytes())["state"]["tokenizer"]

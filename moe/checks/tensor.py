@@ -142,8 +142,8 @@ def check_tiling(run: Run) -> None:
 
 
 def _split(run: Run) -> str:
-    """Return the ending of a size's name in messages, which says how tp divides the size: "" (tp 1), " / degrees.tp=2" or " / 2, the side
-    of tp's grid"."""
+    """Return the words that follow a size in messages if tp divides it: " / degrees.tp=2" or " / 2, the side of tp's grid"; "" if tp does
+    not divide it."""
     parts = run.tp_grid().units
     return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
 

@@ -24,7 +24,8 @@ from moe.kernels.rows import Plan
 
 Matrices = tuple[Tensor, Tensor, Tensor | None]  # w1, w2, w3
 Counts = list[int] | Tensor  # number of rows of each expert; a tensor, int64 [E] on the rows' device, if the host need not know the numbers
-Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # ("w1", rows [R, I], matrices [E, I, O], rows of each expert) -> [R, O]
+# (name of the matrices, such as "w1", rows [R, I], matrices [E, I, O], number of rows of each expert) -> rows times their matrices [R, O]
+Product = Callable[[str, Tensor, Tensor, list[int]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class ByProduct:
     """Kernels whose expert networks call `times` for each matrix product. `kernels`: computes all other operations. `unit`: each expert's
     number of rows is padded with zeros to a multiple of it, so that products have few shapes."""
 
-    def __init__(self, kernels: ModuleType | ByProduct, times: Times, *, unit: int = 1) -> None:
+    def __init__(self, kernels: ModuleType | ByProduct, times: Product, *, unit: int = 1) -> None:
         self.kernels, self.times, self.unit = kernels, times, unit
 
     def __getattr__(self, name: str) -> Any:

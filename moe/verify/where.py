@@ -149,7 +149,8 @@ class Standard:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, str], float]:
-        """(step, phase) -> largest allowed relative deviation of its lines: twice the effect of rounding in this and earlier phases."""
+        """(step, phase) -> largest relative deviation that a line of this phase may have: twice the largest effect of rounding in
+        this and earlier phases, and in fp32 at most FP32_TOLERANCE."""
         first, *others = [{line.key: line for line in lines(tape)} for tape in self._rounded()]
         found: dict[tuple[int, str], float] = {}
         most = 0.0

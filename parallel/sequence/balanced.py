@@ -110,8 +110,9 @@ class Balanced(Method):
         return self._messages(step, send, like)
 
     def _answer(self, step: int, results: list[Tensor], *, of_keys: list[Tensor], of_queries: list[Tensor]) -> Messages:
-        """Start to send `results` to the rank `step` places behind, and to receive from the rank `step` places ahead what it computed for
-        this rank: tensors with the shapes of `of_keys` if this rank sent its keys there, or of `of_queries` if it sent its queries."""
+        """Start the messages that return the results of ring step `step`: send `results` to the rank `step` places behind, and receive from
+        the rank `step` places ahead. The received tensors have the shapes of `of_keys` if that rank computed with this rank's keys, of
+        `of_queries` if with its queries."""
         theirs = self._task(step, ahead=step) if step else None
         return self._messages(-step, results if step else [], [] if theirs is None else of_keys if theirs.own else of_queries)
 

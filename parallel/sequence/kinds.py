@@ -113,8 +113,8 @@ def _ring_advice(order: Places, ranks: int) -> str | None:
 
 
 def _lightseq_cost(ranks: int, layer: Attention) -> Cost:
-    """Return LightSeq's bytes. plain: number of pairs of ranks in which one sends the other its keys and values. helped: number of pairs in
-    which one sends its queries and receives partial results."""
+    """Return the bytes of LightSeq. In each of `plain` pairs of ranks, one sends the other its keys and values. In each of
+    `helped` pairs, one sends its queries and receives partial results."""
     (q, k, r), i, wide = Held.of(layer, ranks), layer.itemsize, layer.wide
     plain = sum(ranks - apart for apart in range(1, ranks // 2 + 1))
     helped = ranks * (ranks - 1) // 2 - plain

@@ -83,10 +83,10 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
 
 
 def held_tiles(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> tuple[int, bool]:
-    """Return (group, across), which set the order in which the tiles of a weight gradient [height, width] are computed (gemm.py, `placed`).
+    """Return (group, across): the order of tiles (gemm.py, `placed`) in a weight gradient left^T right [height, width].
 
-    A group is `group` tile rows, or tile columns if `across`. The columns of the narrower operand that a group reads stay in the L2 cache
-    while the wider operand is read. `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device.
+    A group is `group` tile rows, or tile columns if `across` (width < height). It reads the whole wider operand, but only some columns of
+    the narrower one. These stay in the L2 cache if they fit. `rows`: mean rows of an expert. `like`: an operand, for dtype and device.
     """
     room = _l2_bytes(like.device) // 3  # a third: each half of the cache may keep a copy, and the wider operand needs room too
     across = width < height

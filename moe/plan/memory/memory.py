@@ -185,8 +185,8 @@ def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
 
 
 def _started(plan: Plan, stack: Stack, summed: Elements) -> float:
-    """Bytes of the buckets that may be summed at the same time during the last backward pass. summed: trained parameters whose
-    gradient is complete."""
+    """Bytes of the gradient buckets that may be summed over ranks at a moment of the last backward pass, at most MOST_STARTED buckets.
+    summed: trained parameters whose gradients are complete at this moment."""
     if stack.gathers != "moments" or not (summed.total and stack.bucket_elements):
         return 0.0
     return stack.reduce_bytes * stack.bucket_elements * min(MOST_STARTED, _in_buckets(plan, summed) // stack.bucket_elements)

@@ -166,7 +166,7 @@ class _Program:
         return sum(self.bytes_of(name, s, in_flight) for name, s in chosen.items())
 
     def bytes_of(self, name: str, strategy: Strategy, in_flight: int) -> float:
-        """Return the bytes of an operator's states and kept outputs on a device, in all layers that its layer represents."""
+        """Return the bytes of an operator's states and kept outputs on a device, times the number of layers that its layer represents."""
         outputs = strategy.output_bytes * in_flight if name in self.kept else 0.0
         return (strategy.state_bytes + outputs) * self.weight[name]
 

@@ -82,8 +82,8 @@ def divides(graph: Graph, mesh: Mesh, cut: Sequence[str]) -> bool:
 
 
 def _scatters(op: Operator, letter: str) -> tuple[str, ...]:
-    """Return the possible `scatter` of an axis that cuts the dim `letter` ("": cuts none): "" and, if ranks have partial sums, each dim of
-    the output."""
+    """Return the values that `Strategy.scatter` may have for a mesh axis that cuts the dim `letter` ("": none). If the output is then a
+    partial sum: "" (all-reduce) and each dim of the output (reduce-scatter). Otherwise: only ""."""
     partial = letter in op.summed and letter not in op.statistics
     return ("", *op.output) if letter and partial else ("",)
 

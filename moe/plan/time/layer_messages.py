@@ -127,7 +127,8 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
 
 
 def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> Passes:
-    """Times of 2D, 2.5D and 3D tensor parallelism's collectives, in both passes. left: fraction of a time that products do not hide."""
+    """Times of 2D, 2.5D and 3D tensor parallelism's collectives, in both passes. left: fraction of these times that matrix products
+    do not hide."""
     of = grid_bytes.DenseLayer(
         *(round(tokens_of(network, plan)), network.width, network.heads, network.channels),
         *(max(network.groups, plan.grid.units), network.hidden, network.gated, plan.compute_bytes),

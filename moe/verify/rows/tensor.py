@@ -46,7 +46,7 @@ def _line_cases() -> list[Case]:
         options("free", tensor="1d", precision="fp32"),
         *(options("olmoe", tensor=kind, precision="fp32") for kind in ("sliced", "dtensor")),
         options("qwen3_moe", tensor="1d", precision="fp32"),  # its shared expert has a gate
-        options("mixtral", tensor="sliced", precision="fp32"),  # experts.residual: a dense network in addition to the experts
+        options("mixtral", tensor="sliced", precision="fp32"),  # experts.residual adds a dense network to each MoE layer
         *(options(model, tensor="1d", precision="fp32") for model in ("muon", "adafactor")),  # updates need whole matrices, sharded here
     ]
     # models with fewer key heads than tp ranks: both have biases of q, k and v, olmoe also norms over all heads

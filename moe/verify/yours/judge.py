@@ -49,7 +49,7 @@ class Comparison:
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
-    # (parameter, rank) -> parts of the single process's parameter that the rank may hold, each with the deviation (`tried`)
+    # cache: arguments of `tried`, (parameter, rank) -> its result
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
     shifts: list[dict[str, int]] = field(default_factory=list)  # for each rank: module prefix -> shift of layer numbers (`renamed`)
     # module -> for each row of the single process, the index, in the joined rows of all ranks, of the row with the same input; None: inputs
