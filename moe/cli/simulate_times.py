@@ -22,7 +22,7 @@ WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_tim
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
 # texts of the error for a recipe's key that is given without --recipe
 NEEDS_RECIPE = {"got": "without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
-OF_FILE = "only the file, which sets it"  # `needed` in the error for a flag that sets a size, if the schedule is a user's file
+OF_FILE = "only the file, which sets it"  # `needed` in the error for a flag, such as --stages, given with a schedule file
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
 
@@ -87,8 +87,8 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
     most = most_actions // ((chunks or 1) * (batches or 1))
     if stages * microbatches <= most:
         return
-    times = stages * (chunks or 1) * (batches or 1)
-    got = f"{microbatches} on {counted(times, 'stage')}" + (f" of {batches} batches" if batches and batches > 1 else "")
+    all_stages = counted(stages * (chunks or 1), "stage")
+    got = f"{microbatches} on {all_stages}" + (f", in each of {batches} batches" if batches and batches > 1 else "")
     # `fits` is a multiple of twice the number of ranks, which DualPipe needs
     fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)
     if fits:

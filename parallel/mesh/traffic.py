@@ -52,7 +52,7 @@ class Load(NamedTuple):
 
 
 def distinct(choices: float, targets: float) -> float:
-    """Return the expected number of different targets that `choices` random, independent choices among `targets` targets hit."""
+    """Return the expected number of different targets that are hit by `choices` independent, uniformly random choices of a target."""
     return targets * (1 - float((1 - 1 / targets) ** choices))
 
 

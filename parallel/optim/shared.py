@@ -35,7 +35,8 @@ Steps = Generator[None, None, list[Tensor]]
 @dataclass(frozen=True)
 class Stack:
     """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's shard of each matrix (of the whole matrix, if it is
-    not sharded). number: identifies the parameter for the caller. dtype: of the results. whole: which ranks hold copies or other shards."""
+    not sharded). number: identifies the parameter for the caller. dtype: of the results. whole: the axes of ranks with copies or other
+    shards."""
 
     number: int
     count: int

@@ -245,7 +245,8 @@ def summed(x_BHSC: Tensor, kv_heads: int) -> Tensor:
 
 
 def _masked(score_BHLS: Tensor, *, triangle: bool, first: int) -> Tensor:
-    """If `triangle`, set scores above the diagonal to -inf in place. Return the scores. `first`: the first query's index in the block."""
+    """Return the scores of some of a block's queries. If `triangle`, set scores of keys after the query to -inf in place. `first`: index of
+    the first of these queries in the block."""
     if not triangle:
         return score_BHLS
     place_L = torch.arange(first, first + score_BHLS.shape[2], device=score_BHLS.device)

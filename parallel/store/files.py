@@ -41,7 +41,7 @@ def user_path(text: str | Path, *, what: str) -> Path:
 
 
 def named_encoding(name: str) -> str:
-    """Return Python's own name of a text encoding; for UTF-8 it is UTF_8. Raises LookupError if Python knows no such encoding."""
+    """Return Python's own name of a text encoding, but "utf-8" for utf-8-sig. Raises LookupError if Python has no such encoding."""
     found = codecs.lookup(name).name
     "a".encode(found)  # raises LookupError for a codec of bytes, such as hex
     return UTF_8 if found == "utf-8-sig" else found

@@ -219,8 +219,8 @@ class _Moments:
                         yield Moment("sums", kept - stage.kept, ends - stage.ends_kept, to_come=rest.trained)
 
     def _gradients(self, rank: Rank, now: Now, at: int) -> tuple[int, ...]:
-        """Return, for each stage of the rank, which gradients exist (0, 1 or 2, as in _Pass) when the stage at index `at` begins its
-        backward pass. If `now` has no such list: all, or, until the step's first B or W ends, those of the rank's later stages."""
+        """Return which gradients (0, 1 or 2, as in _Pass) each stage of the rank has when the stage at index `at` begins a backward pass.
+        If these are not known: 2 for all stages; before the step's first B or W ends, 2 for stages after index `at`, 0 for the others."""
         return now.in_flight.gradients or tuple([2 * (not now.once or i > at) for i in range(len(rank.stages))])
 
     def _missing(self, stage: StageBytes, gradients: int, *, head: bool = True) -> Elements:

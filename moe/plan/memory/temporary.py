@@ -44,7 +44,8 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
-        one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow  # grids recompute a chunk's loss in the backward pass
+        # bytes per logit; with a grid, autograd recomputes each chunk, with as many bytes as an unchunked loss needs
+        one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow
         of_table = 0.0 if network.freezes(network.head) else FP32_BYTES * counts.embedding(network, plan)
         return logits(network, plan) * one / plan.loss_chunks + of_table
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)

@@ -237,7 +237,7 @@ def flexflow(
     if plans:
         plan = min(plans, key=lambda plan: (simulated(plan), runnable.seconds(plan)))
         near = simulated(plan)
-    else:  # no plan without stages fits: take the fastest plan with stages, although the random walk has none
+    else:  # only plans with stages fit: take the fastest, which the simulator cannot time
         plan = _nearest(runnable, None)
         near = inf
     free = walk.seconds * settings.microbatches

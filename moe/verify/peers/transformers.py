@@ -71,9 +71,10 @@ def others() -> tuple[str, ...]:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair (runs on one process and on many) for each model and each non-empty subset of the axes in `degrees`. Newer releases
-    spread experts only over ranks of tp or fsdp. There, ep alone runs on ranks of tp with tp_plan={}, and only if `degrees` has no other
-    axis. For MODELS, ep alone (in newer releases: ep with one other axis) also has a pair for each implementation of experts' products.
+    """Yield a pair (runs on one process and on many) for each model and each non-empty subset of the axes in `degrees`. For MODELS, the
+    subset {ep} also has a pair for each implementation of experts' products. Newer releases of transformers spread experts only over ranks
+    of tp or fsdp. With them, {ep} runs on ranks of tp with tp_plan={}, and only if `degrees` has no other axis; the subsets of ep and one
+    other axis have the pairs for products.
     pin: in the run on many processes, tokens get the experts that routers chose on one process."""
     alone = "ep_size" not in _keys()  # whether ep has its own ranks; newer releases spread experts over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))

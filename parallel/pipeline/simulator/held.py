@@ -97,7 +97,7 @@ def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return the Pareto-maximal peaks: those for which no other peak is at least as large in every stage. peaks: in descending order."""
+    """Return the Pareto-maximal peaks, each once: no other peak is at least as large in every number. peaks: in descending order."""
     kept: list[tuple[int, ...]] = []
     for peak in peaks:
         if not any(all(map(ge, more, peak)) for more in kept):
