@@ -170,8 +170,8 @@ def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
 
 
 def _write(drawn: list[tuple[dict[str, Any], Timeline]], out: Path, *, seconds: bool) -> None:
-    """Write `out`: a picture of all schedules, or the order, trace or text of the only one. drawn: (row of the table, timeline) of each
-    schedule. seconds: whether times are in seconds; otherwise they are in the unit of the flags."""
+    """Write `out`, as its suffix says: a picture of all schedules, or the order, trace or text of the first. drawn: (row of the table,
+    timeline) of each schedule. seconds: whether times are in seconds; otherwise they are in the unit of the flags."""
     timeline = drawn[0][1]
     if out.suffix == ".png":
         from parallel.pipeline.simulator.draw import draw

@@ -179,8 +179,8 @@ class ValidationSet:
     bytes_per_id: Ints | None
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of `shard.num_sequences` windows, the number for all ranks together. If the text has fewer windows than
-        that, each is repeated about equally often."""
+        """Return the windows that one rank reads. All ranks together read `shard.num_sequences` windows. If the text has fewer, they are
+        repeated, each about equally often."""
         chosen = shard.spread(self.windows.num_windows)
         mine = self.windows.read(chosen[shard.sequences.start : shard.sequences.stop], shard.columns)
         text_bytes, tokens = self.predicted(chosen)

@@ -329,8 +329,8 @@ def _multiply(rows_QI: Tensor, weights: Tensor, out_QO: Tensor) -> None:
 def _weight_gradients(
     grads: list[Tensor | None], a: Tensor, grad_h: Tensor, grad_g: Tensor | None, grad_y: Tensor, x: Tensor, gate: Tensor | None, b: Block
 ) -> None:
-    """Write the block's gradients of w1, w2 and w3 into `grads`. The gates multiply x and grad_y, so that the three tensors of hidden
-    units need no gates."""
+    """Write the block's gradients of w1, w2 and w3 into `grads`. Each is a product of two tensors, one of them `x` or `grad_y`. The gates
+    are multiplied into that one, so `a`, `grad_h` and `grad_g` are without gates."""
     grad_y, x = (rows if gate is None else _times_gate(rows, gate) for rows in (grad_y, x))
     for left, right, out in ((x, grad_h, grads[0]), (a, grad_y, grads[1]), (x, grad_g, grads[2])):
         _weight_gradient(left, right, out, b)

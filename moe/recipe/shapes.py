@@ -94,7 +94,7 @@ def spans_of_text(tokens: int) -> Spans:
 def inputs_within(tokens: int) -> int:
     """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` (at least 2) tokens."""
     inputs = spans_of_text(tokens).inputs
-    # several lengths of text may give this number of inputs; `spans_of` takes the longest one, which may exceed `tokens`
+    # a longer text may give the same number of inputs, and then `spans_of(inputs)` is for that text, which exceeds `tokens`
     return inputs if spans_of(inputs).text <= tokens else inputs - 1
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
 _KEPT = 512  # a lane keeps the last 512 collectives, to find the first in which ranks differ
-_MAYBE = os.path.join("torch", "autograd", "graph.py")  # file on the stack of a backward pass, in which DDP may wait for other ranks
+_BACKWARD = os.path.join("torch", "autograd", "graph.py")  # on a thread's stack in a backward pass; DDP may wait in it for other ranks
 
 # files with functions that wait for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
@@ -49,9 +49,9 @@ class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
     name: the group's axis. ranks: the group's ranks. index: this rank's index among them. number: count of announced collectives. chain:
-    hash of all of them, in order. last: the last 512 of them, newest last. splits: checksum of the rows sent and received so far, in the
-    formula at the top of this file. Coefficients of the formula: weight is w_i - w_(i-1). out and back have for each rank j of
-    the group h_ij (for rows sent to j) and h_ji (for rows received from j)."""
+    hash of all of them, in order. last: the last 512 of them, newest last. splits: checksum of the rows sent and received so far, as at
+    the top of this file. weight, out, back: coefficients of the formulas there, with i = index. weight: w_i - w_(i-1). out: h_ij for each
+    rank j of the group. back: h_ji for each rank j."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
@@ -174,7 +174,7 @@ def place_and_waits(main: int | None) -> tuple[str, str]:
         name = top.f_code.co_filename
         if any(part in name for part in _WAITS):
             waits = "yes"
-        elif waits == "no" and name.endswith(_MAYBE):
+        elif waits == "no" and name.endswith(_BACKWARD):
             waits = "maybe"
     while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename and frame.f_back is not None:
         frame = frame.f_back

@@ -84,8 +84,8 @@ class ActionGraph:
         return Message(op, stage, microbatch, self.ranks[n], self.target[n])
 
     def _connect(self, all_reduce_blocks: bool) -> None:
-        """Fill `source`, `target` and `more`. A needed action is left out if it comes earlier in the same rank's order, or if no rank runs
-        it."""
+        """Fill `source`, `target` and `more`. If an action needs another that comes earlier on its own rank, or that no rank runs, the
+        other is left out."""
         actions, ranks, homes, per_update = self.actions, self.ranks, self.schedule.homes, self.schedule.microbatches_per_update
         source, target, more = self.source, self.target, self.more
         width = 1 + max((action.microbatch for action in actions), default=0)

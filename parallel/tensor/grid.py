@@ -134,8 +134,8 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """All-to-alls over `axis`, whose ranks hold different channels of the same A tokens. `cut`: this rank gives its channels of all A
-    tokens, and gets all channels of its chunk of T tokens. `join`: the reverse; total: A."""
+    """All-to-alls over `axis`, whose ranks hold different channels of the same A tokens. cut: from this rank's channels of all A
+    tokens to all channels of its chunk of T tokens. join: the reverse (total: A)."""
 
     axis: Axis
 

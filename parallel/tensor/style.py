@@ -130,7 +130,7 @@ class Plan:
 
 
 _REST = Copied()
-_LOW_RANK = re.compile(r"(.*)\.lora_([ab])")  # path of LoRA's A or B: .lora_a or .lora_b in the module of the weight
+_LOW_RANK = re.compile(r"(.*)\.lora_([ab])")  # path of a LoRA matrix, such as MODULE.lora_a, which adapts MODULE.weight
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -77,8 +77,8 @@ MOST_MOVES = 64  # largest number of times that one timing repeats the permutati
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
-    """`moe bench dispatch`. Returns 1 if a peer's output vectors have other directions than ours (`_same`). Speed is only reported. peers:
-    all, none, or comma-separated names. only: text that a row must contain, or a name in TABLES."""
+    """`moe bench dispatch`. Returns 1 if the cosine similarity of a peer's outputs and ours is too small (`_same`). Speed is only reported.
+    peers: all, none, or comma-separated names. only: text that a row must contain, or a name in TABLES."""
     chosen = chosen_peers(peers, list(dict.fromkeys(name for family in PEERS.values() for name in family)))
     keep_freed_memory()
     device = World().device

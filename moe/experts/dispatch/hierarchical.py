@@ -86,12 +86,12 @@ class Tokens(NamedTuple):
     position_T: Tensor | None
 
     def target_TK(self, places: int, targets: int) -> Tensor:
-        """Return the index of the rank or node to which each choice is sent; `targets` for a choice with place -1. Each of the `targets`
-        ranks or nodes has `places` places."""
+        """Return the index of the rank or node to which each choice is sent; `targets` for a choice with place -1. places: number of
+        experts on each of the `targets` ranks or nodes."""
         return (self.place_TK // places).where(self.place_TK >= 0, targets)
 
     def reached(self, places: int, targets: int) -> Tensor:
-        """Return whether each token chose an expert at each target: bool [T, targets]. A target is a rank or node with `places` places."""
+        """Return whether each token is sent to each target, a rank or a node: bool [T, targets]. places: number of experts on a target."""
         import torch
 
         found = torch.zeros(len(self.place_TK), targets + 1, dtype=torch.bool, device=self.place_TK.device)

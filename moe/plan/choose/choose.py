@@ -178,9 +178,9 @@ class Held:
         self.doubtful = False  # True if the previous plan did not fit; then the last kind of recompute is tried first
 
     def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
-        """Return (plan with the first of `kinds` of recompute with which it fits, its bytes). If it fits with none, return (plan with the
-        last kind, its bytes). If the plan did not fit with a smaller micro-batch before, the bytes with that micro-batch are returned,
-        as a lower bound."""
+        """Return (plan with the first of `kinds` of recompute that makes it fit, its bytes). If none does, return (plan with the last kind,
+        its bytes). If an earlier call found that a smaller micro-batch does not fit either, the bytes may be those of that micro-batch, a
+        lower bound."""
         alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
 
         def held(kind: Recomputed) -> float:

@@ -100,8 +100,8 @@ class Experts:
         return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
 
     def share(self, ep: int) -> float:
-        """Rows that the busiest of `ep` ranks computes, as a multiple of the ranks' mean. At most as many as fit into the experts'
-        capacity; without a capacity, as many as if every token chose each of the rank's experts."""
+        """Rows that the busiest of `ep` ranks computes, as a multiple of the ranks' mean: `unlimited`, up to a bound. The bound is the
+        capacity of the rank's experts, or, without a capacity, the case that every token chooses all of them."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
         return max(1.0, min(self.unlimited(ep), ep, limit))
 

@@ -72,7 +72,7 @@ OWN = Program(
     casts="use",
     shared="overlapped",
     router="kernels",
-    # `moe rehearse --device cuda` counts these three numbers of kernels
+    # numbers of kernels, as counted by `moe rehearse --device cuda`
     capacity_kernels=2,
     dispatch_kernels=(11, 8),
     exchange_kernels=(8, 4),

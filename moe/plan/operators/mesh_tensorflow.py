@@ -270,17 +270,17 @@ def _times(graph: Graph, mesh: Sizes, machine: Machine) -> list[_Table]:
     ]
 
 
-def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tuple[Operator, ...]) -> Callable[[Choice], float]:
-    """Return a function: layout -> seconds. If `read` is the operator that makes `tensor`: seconds of its work and its all-reduces. If
-    `read` are the operators that read `tensor`: seconds of resharding it for them."""
+def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, ops: tuple[Operator, ...]) -> Callable[[Choice], float]:
+    """Return a function: layout -> seconds. ops: either only the operator that makes `tensor`, for the seconds of its work and the
+    all-reduces of its result; or all operators that read `tensor`, for the seconds of resharding it and its gradient."""
     constant = indices(graph)
 
     def seconds(layout: Choice) -> float:
         of = by_letter(graph, layout)
-        work = tuple(work_of(op, cuts(of, op), constant) for op in read)
-        around = {tensor, *(name for op in read for name in (*op.inputs, op.name))}
+        work = tuple(work_of(op, cuts(of, op), constant) for op in ops)
+        around = {tensor, *(name for op in ops for name in (*op.inputs, op.name))}
         made = Program(graph, mesh, {name: Sharding(needed(of, graph.letters(name))) for name in around}, work)
-        if read[0].name == tensor:
+        if ops[0].name == tensor:
             moved = [move for move in made.communication if move.why != "enter"]
             return flops(work[0], mesh) / machine.flops + sum(machine.seconds(move.step) for move in moved)
         return sum(machine.seconds(move.step) for move in made.communication if move.why == "enter" and move.tensor == tensor)
