@@ -67,7 +67,7 @@ class Step:
 @dataclass(frozen=True)
 class Constant:
     """A constant of a cluster file. value: returns the constant. scaled: returns the cluster with the constant multiplied by a factor.
-    most: limit on the fitted value on accelerators; 1 for a share of the hardware's peak."""
+    most: on accelerators, the largest value that a fit may give the constant; 1 if it is a share of the hardware's peak."""
 
     value: Callable[[Cluster], float]
     scaled: Callable[[Cluster, float], Cluster]

@@ -24,7 +24,7 @@ from parallel.errors import BadInput
 from parallel.fixes import Fix, Nproc, Remove, Set, Words, any_of
 
 _NO_ADVICE = Words("no change of one key alone was found that works: see docs/use/recipes.md")
-_TRY_S = 0.3  # limit on processor seconds for all trials, so that the error message appears within a second
+_TRY_S = 0.3  # limit on processor seconds for testing changes of the recipe, so that the error message appears within a second
 _FURTHER = 3  # largest number of changes that are added to a first change
 
 Origins = Mapping[str, str]

@@ -146,7 +146,7 @@ def encode_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int) -> 
     (the message names it), for both pairs and single chats, and for files without chats."""
     path, template = files.path, template_of(tokenizer, files.changed())
     ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
-    least = math.inf  # smallest model.max_length with which a left-out chat would keep a predicted token
+    least = math.inf  # smallest model.max_length with which one of the left-out rows would be kept
     for where, line in files.rows():
         row = _row(line, where, files.field)
         if IDS in row:

@@ -39,8 +39,8 @@ ExpertChunk = Network | slice | None  # some of this rank's experts, as a Networ
 
 
 class Routed(NamedTuple):
-    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]. Passed to Experts.forward as
-    `counts` if its input is tokens instead of rows."""
+    """Argument `counts` of Experts.forward if its input is tokens [T, D] instead of rows sorted by expert: the plan of the rows, and the
+    gate of each choice, fp32 [T, K]."""
 
     gate_TK: Tensor
     plan: Plan

@@ -151,9 +151,9 @@ class Context:
         return replace(self, document_BS=begins_BS.long().cumsum(1))
 
     def halves_with_documents(self, separator: int, sentinels: int, whole: Callable[[Tensor], Tensor]) -> tuple[Context, Context]:
-        """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
-        which ends the text. A sentinel is a token that stands for a hidden span (T5). The decoder's tokens of a span belong to the document
-        of the span's sentinel, or to the last document if the encoder has no such sentinel.
+        """Return `halves` with `document_BS`, the number of each token's document. In the encoder, a document begins at each
+        `separator` but the last token, which ends the text. In the decoder, the tokens of a hidden span belong to the document in which the
+        encoder reads the span's sentinel (T5: a token in place of the span), or to the last document if it reads none.
 
         `sentinels`: smallest id of a sentinel. `whole(x)` gathers this rank's shards of sequences to whole sequences: the encoder's tokens,
         then the decoder's.

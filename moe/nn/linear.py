@@ -49,7 +49,7 @@ class Linear(nn.Module):
     def adapt(self, rank: int, scale: float) -> None:
         """Add LoRA's A and B. `rank`: number of rows of A (LoRA's r). `scale`: factor of B A."""
         out_size, in_size = self.weight.shape
-        self.recast = True  # no copy of the frozen weight in another dtype is kept
+        self.recast = True  # the backward pass casts the frozen weight again, so no cast copy is kept
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:

@@ -48,9 +48,9 @@ DRAWS, MOST_DRAWS = 5, 32  # smallest and largest number of runs with random rou
 
 
 def twin_of(case: Case) -> Case:
-    """Return the reference case, which one process computes. In 16 bits it also has the splits of `case` (micro-batches, tp and sp ranks),
-    which only affect the tolerance; it has none of them if `case` has `values` (a recipe that runs unchanged). With PipeDream or 2BW it
-    also has the pipeline, which determines the age of the weights."""
+    """Return the reference case, which one process computes. In 16 bits it keeps the splits of `case` (micro-batches, tp and sp ranks),
+    because the tolerance depends on them. With PipeDream or 2BW it keeps the pipeline, which determines the age of the weights. If `case`
+    has `values` (a recipe that runs unchanged), it keeps no split or, with PipeDream or 2BW, is `case` itself."""
     if case.values is not None:
         return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)

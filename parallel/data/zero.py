@@ -59,7 +59,8 @@ class DeepSpeed(OfStages):
         if not last:
             self.engine.step()  # only counts the micro-batch: DeepSpeed updates weights only at the last one
 
-    def reduce(self) -> None:  # no sum starts earlier: a sum by DeepSpeed blocks the rank, and would delay its other pipeline stages
+    def reduce(self) -> None:
+        # called only with pipeline stages: an earlier sum by DeepSpeed would block the rank, and delay its other stages
         self.engine.set_gradient_accumulation_boundary(True)
         self.zero.setup_buckets()
         self.zero.reduce_gradients(pipeline_parallel=True)

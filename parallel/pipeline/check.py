@@ -178,7 +178,7 @@ class ActionGraph:
 
 def _check_whole(schedule: Schedule) -> None:
     homes, microbatches = schedule.homes, schedule.microbatches
-    found: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # stage * micro-batches + micro-batch -> (rank, action) of each
+    found: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # stage * micro-batches + micro-batch -> its pairs (rank, action)
     for rank, order in enumerate(schedule.orders):
         for action in order:
             op, stage, microbatch, version = action

@@ -175,7 +175,8 @@ class _Moments:
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
         """Return the moments that no other moment exceeds in all respects (Pareto front). With pipeline stages, only moments of the same
         kind are compared, because FSDP's bytes, which are added later, differ by kind."""
-        # bytes of a gradient bucket; a moment "loss" must exceed others by them, because the bucket may not exist yet at a loss
+        # bytes of a gradient bucket. A moment "loss" exceeds one of another kind only if it is larger by these bytes, because at a loss the
+        # bucket may not exist yet
         bucket = self.stack.bucket_elements * self.stack.bucket_bytes
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):

@@ -65,9 +65,8 @@ _Key = tuple[bool, bool, tuple[bool, ...], tuple[int, ...]]
 
 
 class Rank(NamedTuple):
-    """A pipeline rank. versions: number of weight versions that it keeps. candidates: (in_flight.at_i, once, in_flight.freed,
-    in_flight.gradients), fields of Now -> among the points of the step at which these fields have these values, the one with the most
-    kept bytes."""
+    """A pipeline rank. versions: number of weight versions that it keeps. candidates: key -> among the points of the step with this
+    key, the one with the most kept bytes. The key of a point is (in_flight.at_i, once, in_flight.freed, in_flight.gradients)."""
 
     number: int
     versions: int

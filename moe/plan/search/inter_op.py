@@ -63,18 +63,18 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
                     t[later, j, first, end] = time(first, end, n, later)
     best, found = inf, None
     tried = -inf
-    for slowest in np.unique(t[np.isfinite(t)]):
-        if microbatches * slowest >= best:
+    for t_max in np.unique(t[np.isfinite(t)]):
+        if microbatches * t_max >= best:
             break
-        if slowest <= tried * (1 + gap):
+        if t_max <= tried * (1 + gap):
             continue
-        tried = slowest
-        sums, choice = _sums(np.where(t <= slowest * (1 + gap), t, inf), layers, devices, submeshes)
-        values = sums[:, 0, devices] + (microbatches - 1) * slowest
+        tried = t_max
+        sums, choice = _sums(np.where(t <= t_max * (1 + gap), t, inf), layers, devices, submeshes)
+        values = sums[:, 0, devices] + (microbatches - 1) * t_max
         stages = int(values.argmin())
         if values[stages] < best:
             made = _walk(choice, t, stages, devices, submeshes)
-            seconds = total([stage.seconds for stage in made], microbatches)  # less than values[stages] if no stage takes as long as t_max
+            seconds = total([stage.seconds for stage in made], microbatches)  # less than values[stages] if all stages take less than t_max
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:

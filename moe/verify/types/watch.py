@@ -222,7 +222,8 @@ class Watch(TorchDispatchMode):
                     self._owned(name, gradient)
 
     def _owned(self, name: str, gradient: Tensor) -> None:
-        """Record the flow of this rank's shard of a parameter and, for the head, sums of the gradient's columns."""
+        """Record the flow (sum of weight * gradient) of this rank's shard of a parameter and, for the head, the sums of the gradient's
+        columns."""
         layout = self.engine.layouts[name]
         both = (pieces(global_name(name), layout, self.mesh, tensor) for tensor in (self.held["weight"][name], gradient))
         for weight, part in zip(*both, strict=True):

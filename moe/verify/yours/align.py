@@ -54,8 +54,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """The elements of a value that a rank and the single process both have: `here` from the rank, `one` from the single process. part: how
-    they were aligned; None: rows of all ranks were paired by distance. deviation: largest difference, relative to the largest element."""
+    """Compared elements of a value: `one` from the single process, `here` from `rank` or from several ranks together. part: how they were
+    aligned; None: without a Part, for example losses, and rows paired by distance. deviation: largest difference, relative to the
+    largest element."""
 
     rank: int
     one: Tensor

@@ -75,7 +75,7 @@ class Alternating:
                     break
                 more[rank] += 1
             due = max(ends[rank][more[rank]], due + self.sent) + self.times[rank][Op.I]
-        # each rank gets fewer additional F than the previous rank (or none), unless that rank starts all micro-batches in the warm-up
+        # a rank gets fewer additional F than the previous rank, or none. If that rank starts all micro-batches here: at most as many
         for rank in self.ranks[1:]:
             ahead = more[rank - 1]
             more[rank] = min(more[rank], ahead if 1 + ahead == self.microbatches else max(0, ahead - 1))
