@@ -114,7 +114,7 @@ def _check_sequences(run: Run) -> None:
             raise BadInput("degrees.tp", got=tp, needed=needed, fix=Set("degrees.tp", 1) | Set("model.max_length", tp * run.degrees.sp))
     held = run.train.global_batch // (dp * run.pipeline.microbatches)
     if held % unit:
-        least, got = dp * run.pipeline.microbatches * unit, f"{tp} for {counted(held, 'sequence')} of a micro-batch"
+        least, got = dp * run.pipeline.microbatches * unit, f"{tp} for a micro-batch of {counted(held, 'sequence')}"
         fix = Set("train.global_batch", least, said=f"a multiple of {least}") | Set("degrees.tp", 1)
         raise BadInput("degrees.tp", got=got, needed=f"a number of sequences that is a multiple of {words}: {each}", fix=fix)
     if (sequences := run.train.eval_sequences) % (dp * unit):

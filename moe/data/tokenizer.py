@@ -354,7 +354,7 @@ def _chat(held: Any) -> dict[str, Any] | None:
 def _bad_description(got: object) -> BadInput:
     needed = "one written by this program (kind bytes, bpe, given or ids)"
     return BadInput(
-        "tokenizer description", got=str(got)[:120], needed=needed, fix="restore the checkpoint, token cache or tokenizer.json that has it"
+        "tokenizer description", got=str(got)[:120], needed=needed, fix="restore its file: checkpoint, token cache or tokenizer.json"
     )
 
 

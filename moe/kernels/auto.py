@@ -38,7 +38,7 @@ def _by_device(name: str) -> Callable[..., Any]:
     def call(first: Tensor, *rest: Any, **named: Any) -> Any:
         kernels = kernels_of(first)
         made = getattr(kernels, name)(first, *rest, **named)
-        # Triton computes no values for fake tensors. If the inputs' values are known in a rehearsal, `cpu` computes the decisions' values
+        # Triton computes no values for fake tensors. In a rehearsal, `cpu` computes the results of _DECISIONS from known inputs
         return made if kernels is cpu or name not in _DECISIONS else supposed_as(made, getattr(cpu, name), first, *rest, **named)
 
     return call

@@ -202,7 +202,7 @@ class _ColossalInSlices(Method):
         return kept[-1]
 
     def _ranks(self, *rounds: Tensor) -> list[_Rank]:
-        """Return one object for each rank. rounds: tensors with shards that go around the ring, one tensor for each trip."""
+        """Return the `_Rank` of each rank. rounds: as in `_Rank`."""
         axes = [Axis("alone", tuple(range(self.order.size)), rank) for rank in range(self.order.size)]
         return [_Rank(axis, self.order, self.window, list(rounds)) for axis in axes]
 

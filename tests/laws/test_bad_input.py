@@ -371,12 +371,12 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --train.global_batch 3",
-        "degrees.tp: got 4 for 3 sequences of a micro-batch, needed a number of sequences that is a multiple of the 2 rows of tp's grid",
+        "degrees.tp: got 4 for a micro-batch of 3 sequences, needed a number of sequences that is a multiple of the 2 rows of tp's grid",
         "set train.global_batch to a multiple of 2",
     ),
     (
         "train dense_tiny --nproc 4 --degrees.tp 4 --tensor.kind 2d --train.global_batch 3",
-        "degrees.tp: got 4 for 3 sequences of a micro-batch, needed a number of sequences that is a multiple of the 2 rows of tp's grid",
+        "degrees.tp: got 4 for a micro-batch of 3 sequences, needed a number of sequences that is a multiple of the 2 rows of tp's grid",
         "set train.global_batch to a multiple of 2",
     ),
     (T + "--nproc 2 --degrees.tp 2 --optimizer.kind kfac", "optimizer.kind: got kfac with degrees.tp=2, needed adamw", "degrees.tp to 1"),

@@ -124,7 +124,8 @@ class _Asleep(torch.autograd.Function):
 
 
 def schedule_for(name: str, ranks: int, microbatches: int) -> Schedule:
-    """Return the schedule `name` for `microbatches` micro-batches; for twice as many if the pipeline does not drain between updates."""
+    """Return the schedule `name` for `microbatches` micro-batches. If the pipeline does not drain between updates, there are twice as many,
+    because the first batch of 2BW alone would be 1F1B."""
     kind = SCHEDULES[name]
     if not kind.continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)

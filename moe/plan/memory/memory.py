@@ -268,7 +268,7 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     left = States(whole.parameters - moved.parameters, whole.gradients - moved.gradients, whole.optimizer - moved.optimizer)
     if plan.offload_optimizer != "none" and (plan.pp > 1 or not plan.carrier.master_copy):
         moved, left = replace(moved, gradients=states(2).gradients), replace(left, gradients=whole.gradients)
-    if not plan.carrier.master_copy:  # the host's optimizer updates a copy of the weights
+    if not plan.carrier.master_copy:  # FSDP: the weights stay on the device, and the host's optimizer updates a copy
         moved = replace(moved, parameters=parameters)
     return left, {name: size for name, size in vars(moved).items() if size}
 

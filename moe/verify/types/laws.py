@@ -147,7 +147,7 @@ def check(run: Run, seen: list[dict[str, Any]]) -> Checked:
 
 
 class _Flows:
-    """Flows of one step, over all ranks."""
+    """Flows (sums of x times its gradient) of one step, over all ranks."""
 
     def __init__(self, step: int, seen: list[dict[str, Any]]) -> None:
         self.step, self.norms = step, [rank["norms"][step] for rank in seen]

@@ -22,9 +22,9 @@ def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> lis
     ranks (as for gradients of tensors without a dim of samples). Return None if both deviate."""
     for together in (groups := of.readers, [list(range(len(own)))]):
         seen = [_sum(of, key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
-        # a sum over all ranks with different samples must equal the whole value, not only its entries for some samples
-        apart = len(groups) > 1 and len(together) == 1
-        if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
+        # a sum of ranks with different samples must equal the whole value, not only the entries of one rank's samples
+        mixed = len(groups) > 1 and len(together) == 1
+        if all(s is not None and s.deviation <= bound and not (mixed and s.part and s.part.by_samples) for s in seen):
             return [s for s in seen if s is not None]
     return None
 
