@@ -1,7 +1,7 @@
 """Offload: model states are kept in host memory (cpu) or on a disk (nvme) instead of the computing device.
 
-    optimizer     master weights and Adam's moments; gradients are copied to the host, which computes the step      ZeRO stages 1 to 3
-    parameters    a rank's shard of the model's weights; a weight is copied to the device while its module runs                stage 3
+    optimizer     master weights and Adam's moments; gradients are copied to the host, which computes the step      ZeRO stages 1 to 3, FSDP
+    parameters    a rank's shard of the model's weights; a weight is copied to the device while its module runs       stage 3
 
 The host's step is torch's fused AdamW, so results equal those of a run without offload. DeepSpeed's async_io reads and writes the disk, a
 group of states at a time. Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
