@@ -214,7 +214,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
         got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "keep only the outputs of one of these"
-        raise BadInput("--nccl", got=got, needed="outputs of several nodes that have equal numbers of nodes and ranks", fix=fix)
+        raise BadInput("--nccl", got=got, needed="the same numbers of nodes and ranks in all runs on several nodes", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):
         cluster = with_times(cluster, one)

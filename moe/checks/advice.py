@@ -98,7 +98,8 @@ def _refused(change: Fix, run: Run, world: int, origins: Origins) -> BadInput | 
     try:
         changed, processes = build_run(applied(change, run.model_dump())), nproc(change, world)
         if changed == run and processes == world:
-            return BadInput("recipe", got="the same one", needed="a change", fix="change a key")  # never shown: it only drops this fix
+            # a change without effect mends nothing; this text is not shown
+            return BadInput("recipe", got="the same one", needed="a change", fix="change a key")
         check_run(changed, processes)
         check_read(changed, origins_with(change, origins), file="")
     except BadInput as bad:

@@ -43,7 +43,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 class Others(Protocol):
     """The exchange with ranks that hold other rows (vocabulary parallelism). Each method except `columns` is called once for all tiles of
-    this rank. `product(x, rows)`: computes x rows^T for a tile's rows if ranks also hold shards of the columns; None: rows have all
+    this rank. product: function (x, a tile's rows) -> x rows^T, for ranks that hold only shards of the columns; None if they hold all
     columns."""
 
     product: Product | None

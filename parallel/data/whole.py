@@ -36,7 +36,8 @@ class Cut:
         return first, min(self.each, self.size - first)
 
     def part_shape(self, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
-        """Return the shape of the shard of the rank with index `place` on the axis. `shape`: the shape of any rank's shard."""
+        """Return the shape of the shard of the rank with index `place` on the axis. `shape`: of any rank's shard; only its length
+        along `dim` is replaced."""
         dim = self.dim % len(shape)
         return *shape[:dim], self.run(place)[1], *shape[dim + 1 :]
 

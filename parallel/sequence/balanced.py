@@ -99,9 +99,9 @@ class Balanced(Method):
         return {"queries": known.tokens(job.queries, like), "keys": known.tokens(job.keys, like), "bias": known.bias}
 
     def _ask(self, step: int, *, keys: list[Tensor], queries: list[Tensor]) -> Messages:
-        """Start the messages of ring step `step`: send keys or queries to the rank `step` places ahead, and receive from the rank `step`
-        places behind the inputs of this rank's task. keys: tensors that are sent if the rank ahead computes its own queries. queries:
-        tensors that are sent if it computes this rank's queries with its own keys."""
+        """Start the messages of ring step `step`. The rank `step` places ahead gets the inputs of its task from this rank; this rank
+        gets the inputs of its own task from the rank `step` places behind. keys: tensors that are sent if the rank ahead computes its own
+        queries. queries: tensors that are sent if it computes this rank's queries with its own keys."""
         if step >= steps(self.axis.size):
             return Messages.none(self.axis)
         theirs, mine = self._task(step, ahead=step), self._task(step)

@@ -42,8 +42,8 @@ RACES = (  # Race(name, our method, the method that it is compared with, largest
 
 
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench sequence`. Returns 1 if the lower quartile of a ratio of seconds is above the ratio's limit in RACES. peers: all, or none
-    to leave ring-attention-pytorch out."""
+    """`moe bench sequence`. Returns 1 if, for a race of RACES, the lower quartile of the ratios of seconds is above the race's limit.
+    peers: all, or none to leave ring-attention-pytorch out."""
     torch.set_num_threads(1)
     with_peer = peers != "none" and importable("ring_attention_pytorch")
     times = slowest(run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600))

@@ -55,7 +55,8 @@ ROWS = (
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
 _GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
-# scheme of tensor names -> rows of routers and experts; `stacked`: one tensor for all experts, as in transformers' modules and some files
+# scheme of tensor names -> a Row for each tensor of routers and experts. `stacked`: the scheme of transformers' modules and of some files,
+# in which one tensor holds all experts
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
         Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),

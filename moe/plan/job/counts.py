@@ -78,17 +78,17 @@ def _adapters(network: Network, plan: Plan, sparse: bool) -> Elements:
     assert a is not None
     sides, of_experts = 0.0, 0.0
     units = plan.grid.units
-    outside = units if plan.tensor in GRIDS else 1  # number of shards of a dim of size `width`
+    width_shards = units if plan.tensor in GRIDS else 1  # number of shards into which tp cuts a dim of size `n.width`
     if n.trains("attention"):
         *first, last = attention_shapes(n.width, n.heads, max(n.groups, units), n.channels, n.latent)
         # outputs of latent attention's down-projections, which are whole on every tp rank
         of_tokens = n.latent.query_rank + n.latent.key_rank + n.latent.rotary_size if n.latent else 0
         outputs, inputs = sum(rows for rows, _ in first) - of_tokens, sum(columns for _, columns in first)
-        of_attention = outputs / units + of_tokens + inputs / outside + last[0] / outside + last[1] / units
+        of_attention = outputs / units + of_tokens + inputs / width_shards + last[0] / width_shards + last[1] / units
         sides += (2 if n.source else 1) * of_attention
     e = n.experts if sparse else None
     if n.trains("dense") and e is None:
-        sides += (3 if n.gated else 2) * (n.width / outside + n.hidden / units)
+        sides += (3 if n.gated else 2) * (n.width / width_shards + n.hidden / units)
     if n.trains("dense") and e is not None and e.shared_hidden:
         sides += (3 if e.gated else 2) * (n.width + e.shared_hidden)
     if n.trains("experts") and e is not None:

@@ -79,10 +79,10 @@ class Machine:
         return self.nodes * self.node_size
 
     def link(self, count: int, stride: int) -> Link:
-        """Return the link of a mesh axis with `count` ranks, each `stride` devices from the next. An axis over several nodes uses
-        hierarchical rings: first within each node, then between nodes. With n ranks, w in each of m nodes: (n-1)/n beta = (w-1)/w
-        beta_inside + (m-1)/m beta_between / w. In an all-to-all, each device sends its bytes for other nodes over its own share of the
-        network."""
+        """Return the link of a mesh axis with `count` ranks, each `stride` devices from the next. If the axis has n ranks, w in
+        each of m nodes, collectives use rings within each node, then rings between nodes. A byte of the buffer takes (n-1)/n beta_s =
+        (w-1)/w inside.beta_s + (m-1)/m between.beta_s / w seconds. In an all-to-all, each device sends its bytes for other nodes over its
+        own share of the network."""
         near = min(count, max(1, self.node_size // stride))
         if count == 1 or near == count:
             return self.inside

@@ -105,7 +105,8 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
         return 0.0
     if group.nodes == 1:
         known = _measured(cluster.inside.times.get("all_gather", {}), n, num_bytes)
-        if known is None and not cluster.inside.sum_bus_gb_s:  # half an all-reduce's time, unless switches compute all-reduces
+        # without a measured all-gather, take half an all-reduce's time, unless switches compute all-reduces
+        if known is None and not cluster.inside.sum_bus_gb_s:
             sums = _measured(cluster.inside.times.get("all_reduce", {}), n, num_bytes)
             known = None if sums is None else max(sums / 2, cluster.inside.latency_us * 1e-6)
         if known is not None:

@@ -27,7 +27,7 @@ MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight 
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
 Apart = tuple[Times, Times]  # (forward, backward) seconds of one micro-batch on each stage
 Rounded = tuple[float, ...]  # times of the stages in rounding units (`unit` in pipeline_time)
-How = Literal["simulated", "least", "alone"]  # simulated: exact; least: a lower bound; alone: here the same (`step_time` in cost.py)
+How = Literal["simulated", "least", "alone"]  # simulated: exact; least, alone: a lower bound; only `step_time` (cost.py) tells them apart
 
 
 def crossings(plan: Plan) -> int:

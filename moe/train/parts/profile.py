@@ -98,9 +98,9 @@ def first_of_its_stage(mesh: Mesh) -> bool:
 
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
-    """Return the milliseconds that each region of the code took in a step, longest first. events: FunctionEvents of a torch profiler;
-    the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
-    time per step is used, because other work on the machine disturbed it least."""
+    """Return the milliseconds that each region of the code took in a step, longest first. events: FunctionEvents of a torch profiler,
+    with one STEP event for each recorded call of `Recording.of`. steps: number of training steps in each of these calls. Only the call with
+    the least time per step is used, because other work on the machine disturbed it least."""
     number, end = -1, 0.0  # index of the current `step` event, and the time at which that event ends
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels

@@ -307,9 +307,10 @@ def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], 
     whether this rank has only some pipeline stages; biases of other stages are then not logged."""
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # if False, a missing bias starts at 0
+    # whether the checkpoint must have the biases, because its run trained with them; moe convert makes checkpoints of step 0
+    required = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None
     for name, tensor in held.items():
-        lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
+        lost = name not in stored and required and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
             got, needed = "nothing" if lost else f"shape {list(stored[name])}", f"shape {list(tensor.shape)}"
             raise BadInput(f"{name} in {reader.path.name}", got=got, needed=needed, fix="take an earlier checkpoint, or convert it again")

@@ -5,8 +5,8 @@ order in which `one` recorded them.
     bound       2 x the effect of rounding + the roundoff of the dtype. The effect of rounding is the largest deviation that other orders
                 of sums cause in the single process (Recording.rounded), in this value or an earlier one. Exceptions:
       weight before the step   only the roundoff counts
-      weight after the step    only the effect in this weight counts. The difference that the bound of its gradient allows is subtracted
-                               first, because Adam turns the sign of a tiny gradient into a full step
+      weight after the step    only the effect in this weight counts. The deviation leaves out what a gradient error within the gradient's
+                               bound explains: Adam makes a full step from a tiny gradient, whose sign such an error can change
       gradient in parts        if ranks hold parts of it, the effect is also measured relative to each part's own largest element
 
 A rank's activation gradients may be a multiple of the single process's, because a rank's loss is a mean over its own samples. This multiple

@@ -46,7 +46,7 @@ class RankPeaks:
 
     @cached_property
     def moments(self) -> tuple[InFlight, ...]:
-        """Return the moments of possible peaks as InFlight: `with_i` if it is not empty, else made from `most`."""
+        """Return each moment of a possible peak as an InFlight: `with_i`, or, if it is empty, the entries of `most` converted."""
         return self.with_i or tuple(InFlight(count, (0,) * len(count), False) for count in self.most)
 
 
