@@ -23,6 +23,8 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Nproc, Remove, Set, Words, any_of
 
+# for a change without effect, which mends nothing; its words are not shown
+_NO_EFFECT = BadInput("recipe", got="the same one", needed="a change", fix="change a key")
 _NO_ADVICE = Words("no change of one key alone was found that works: see docs/use/recipes.md")
 _TRY_S = 0.3  # limit on processor seconds for testing changes of the recipe, so that the error message appears within a second
 _FURTHER = 3  # largest number of changes that are added to a first change
@@ -69,7 +71,7 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
             kept.insert(0, found)
         else:
             # changes that mend this key: the error that remains is about another key
-            half = [change for change, refused in failed if refused.what not in (bad.what, *_keys(change))]
+            half = [change for change, left in failed if left is not _NO_EFFECT and left.what not in (bad.what, *_keys(change))]
             kept += half[:1] or ([] if kept else [_NO_ADVICE])
     return BadInput(bad.what, got=bad.got, needed=bad.needed, fix=any_of(kept))
 
@@ -98,8 +100,7 @@ def _refused(change: Fix, run: Run, world: int, origins: Origins) -> BadInput | 
     try:
         changed, processes = build_run(applied(change, run.model_dump())), nproc(change, world)
         if changed == run and processes == world:
-            # a change without effect mends nothing; this text is not shown
-            return BadInput("recipe", got="the same one", needed="a change", fix="change a key")
+            return _NO_EFFECT
         check_run(changed, processes)
         check_read(changed, origins_with(change, origins), file="")
     except BadInput as bad:
