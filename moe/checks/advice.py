@@ -70,9 +70,9 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
         if found is not None:
             kept.insert(0, found)
         else:
-            # changes that mend this key: the error that remains is about another key
-            half = [change for change, left in failed if left is not _NO_EFFECT and left.what not in (bad.what, *_keys(change))]
-            kept += half[:1] or ([] if kept else [_NO_ADVICE])
+            # changes that mend this error: the one that remains is about a key that is neither `bad.what` nor changed
+            mending = [change for change, left in failed if left is not _NO_EFFECT and left.what not in (bad.what, *_keys(change))]
+            kept += mending[:1] or ([] if kept else [_NO_ADVICE])
     return BadInput(bad.what, got=bad.got, needed=bad.needed, fix=any_of(kept))
 
 

@@ -41,8 +41,8 @@ _KEPT_S = 600.0  # seconds after which the files of _SAID are removed
 
 @dataclass
 class RankRun:
-    """A rank's number, its recipe (None until it has been read), and the folder for its status file and log. place: a list with the run's
-    folder, if a parent `moe train` reads status files there; empty without such a parent, and until the recipe has been read."""
+    """A rank's number, its recipe (None until it has been read), and the folder for its status file and log. place: [that
+    folder, the run's own] once the recipe has been read, if a parent `moe train` reads status files there; otherwise []."""
 
     rank: int = 0
     place: list[Path] = field(default_factory=list)

@@ -287,9 +287,8 @@ def run_world(
     chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext, timeout_s: float | None = None
 ) -> Iterator[tuple[Case, Ran]]:
     """Run cases of `world` ranks. Yield (case, its result) when a case has ended. If its ranks fail, the result is the text of their
-    errors, and new processes run the other cases. taped: also record the first steps. inside: see `Inside`. timeout_s: limit for a case of
-    up to four ranks; eight ranks have twice this time. None: LIMIT_S.
-    """
+    errors, and new processes run the other cases. taped: also record the first steps. inside: makes the context manager in
+    which every rank runs a case. timeout_s: limit for a case of up to four ranks (eight ranks have twice this time); None: LIMIT_S."""
     for case, parts in on_forks(partial(_forked, taped=taped, inside=inside), chosen, world, timeout_s=timeout_s):
         yield case, parts if isinstance(parts, str) else gathered(parts)
 

@@ -51,7 +51,7 @@ class Router:
     kept: int = 0  # bytes per token that routing keeps for the backward pass
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
     decides: int = 0  # bytes per token that ranks exchange if the tokens of a group are on several ranks, to decide their routing
-    counts: int = 0  # bytes per group that its ranks exchange for the balance loss: number of choices of each expert
+    counts: int = 0  # bytes per group: each expert's number of choices, which the ranks of the group sum for the balance loss
     gathered_counts: bool = False  # on a GPU, each rank counts the choices that it gets in the exchange `decides`, so `counts` is not sent
     balances: int = 0  # bytes per token that a group's ranks exchange for importance and load losses, in forward and again in backward
 

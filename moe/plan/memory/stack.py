@@ -76,7 +76,7 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    # bytes that are kept for a deferred weight gradient (a product's input, its output's gradient) / their bytes in the compute dtype
+    # for a product's input and output gradient that are kept for a deferred weight gradient: bytes / bytes in the compute dtype
     pending: float = 1.0
 
 

@@ -165,8 +165,8 @@ class Stages:
         return StageBytes(number, *self.layers_of(layers), ends, outside.head_pending * last, of_loss)
 
     def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> Rank:
-        """Return the sizes of pipeline rank `number`. peaks: the rank's stages and number of weight versions. moments: as for
-        `_candidates`, of this rank."""
+        """Return the sizes of pipeline rank `number`. peaks: the rank's stages and number of weight versions. moments: the
+        rank's, as (micro-batches in flight, whether no B or W has ended yet)."""
         stages = tuple(map(self.stage, peaks.stages))
         return Rank(number, peaks.versions, stages, _candidates(moments, stages))
 

@@ -123,7 +123,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
         shardings. again: recomputed layer -> operator whose output is kept."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
-        how |= {"large": 0} if again else {}  # round the relaxation's solution, because an integer program is slow if memory is tight
+        how |= {"large": 0} if again else {}  # search 3: always round the relaxation; an integer program with little memory is slow
         try:
             got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
         except BadInput:

@@ -26,7 +26,7 @@ from parallel.mesh.grids import GRIDS
 
 BACKWARD_STREAM = 1.5  # a pointwise kernel's memory traffic, backward / forward; a norm's backward reads two tensors, writes one
 LOGITS_AGAIN_BYTES = 20.0  # bytes read and written to recompute a logit: cast to fp32, difference, exponential
-LOGIT_BYTES = (30.0, 16.0)  # bytes read and written for the loss of a logit (forward, backward)
+LOGIT_BYTES = (30.0, 16.0)  # bytes per logit that the loss reads and writes (forward, backward)
 
 Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 

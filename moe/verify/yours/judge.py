@@ -383,7 +383,8 @@ class Comparison:
 
     @cached_property
     def _chunks(self) -> list[dict[int, Counter[int]]]:
-        """For each rank: number of chunks of a parameter -> index of the rank's chunk -> number of parameters cut in this way."""
+        """Number of parameters of which a rank holds a chunk: [rank][number of chunks][index of the chunk]. Parameters are left out if
+        several indices fit equally well."""
         votes: list[dict[int, Counter[int]]] = [{} for _ in self.ranks]
         for rank, record in enumerate(self.ranks):
             for key in (k for k in record.pieces if k.kind == "weight" and k in self.one.pieces):
