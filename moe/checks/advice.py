@@ -59,7 +59,7 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
         again = [(change, _refused(change, run, world, origins)) for change in changes if time.process_time() < until]
         working = [change for change, refused in again if refused is None]
         failed += [(change, refused) for change, refused in again if refused is not None]
-        if len(working) == len(changes):  # also true for advice in words, for which both lists are empty
+        if len(working) == len(changes):  # also true for advice without changes: both lists are empty
             kept.append(fix)
         elif working:
             kept.append(any_of(working))

@@ -91,7 +91,7 @@ class Spread:
         """Return the groups of `batch` sequences. `length`: tokens of each sequence that this rank holds outside of the layer."""
         size = group_size(self.spec)
         each = size if size is not None else self.spec.group if isinstance(self.spec.group, int) else 1
-        # True if the tokens of each tp rank are whole groups
+        # True if each tp rank has the same number of whole groups (`each`: sequences of a group; 0: all sequences)
         apart = not self.by_columns and batch % (self.axis.size * (each or batch or 1)) == 0
         if size is None or (apart and self.sp.size == 1):
             return Groups(length if apart else None)

@@ -61,7 +61,7 @@ class LatentAttention(nn.Module):
         self.core: Core = partial(softmax_core, window=window)
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
-        self.for_heads: Slot = as_it_is  # after `enter`; tensor.kind dtensor sets it, to convert the rotary key to a plain tensor
+        self.for_heads: Slot = as_it_is  # on the rotary key after `enter`: tensor.kind dtensor makes it a plain tensor
         self.bias: RelativeBias | None = None
 
     @in_region("attention")

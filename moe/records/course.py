@@ -12,7 +12,7 @@ from moe.records.windows import Window
 
 PARTS = 10  # mean losses of equal parts of the run are compared; a part has 1 / PARTS of the steps, rounded down
 LEAST_STEPS = 20  # a run with fewer steps is not judged
-LEAST_OF_PART = 8  # least number of steps in a part for which the noise of its mean can be estimated
+LEAST_OF_PART = 8  # parts with fewer steps are not compared with each other: the noise of their means cannot be estimated
 LONG = 0.05  # a fault, if at least this share of steps have a loss above the first one, and one of them is over 10 % above it
 ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts; it must also rise by 2 %
 BEFORE = 20  # a step's loss is compared with the median loss of this number of previous steps

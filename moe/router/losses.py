@@ -99,9 +99,9 @@ def step_means(
     chance_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """Return the step's means, given the choices, gates (None: gate_E is 0) and chances of one micro-batch of this rank.
-    `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of the step.
-    """
+    """Return the means over the step. Tensors are of one micro-batch of this rank. gate_TE: None if gate_E is to be 0. chance_TE: each
+    expert's probability of being chosen; None without a load loss. `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chance_TE,
+    over all ranks and micro-batches of the step."""
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
     count_E = count_GE[0].double()
     gate_E = torch.zeros_like(count_E) if gate_TE is None else _masked(gate_TE.detach(), valid_T).double().sum(0)

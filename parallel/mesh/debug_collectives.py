@@ -75,7 +75,7 @@ class Agreement:
         problem = compare([calls[rank] for rank in ranks], ranks)
         if problem:
             self._fail(problem)
-        if mine.number > 2:  # every rank has compared collective number - 2, so this rank's line about it in the store is not read again
+        if mine.number > 2:  # all ranks have compared collective `number - 2`: this rank's line about it is not read again
             with suppress(RuntimeError):
                 self.store.delete_key(key.format(mine.number - 2, self.rank))
 

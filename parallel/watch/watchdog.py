@@ -41,8 +41,8 @@ _STORE = "a store operation that did not end"
 # texts in errors that occur because another rank has ended
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
 
-# reason of a question: the rank waits for more than half of the limit, or for more than the limit; it lost the connection to another rank;
-# it failed; or ranks ran different collectives
+# why a rank asks all ranks for their progress: it has waited for more than half of the limit (slow) or for more than the limit (hang); it
+# lost the connection to another rank; it failed; or ranks ran different collectives (differ)
 Why = Literal["slow", "hang", "lost", "failed", "differ"]
 T = TypeVar("T")
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)

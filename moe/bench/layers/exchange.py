@@ -75,8 +75,8 @@ def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
 
 
 class _Identity:
-    """Experts that return their input. With `counts` of type Routed, they return each token's sum of gate * row. ranks: number of etp
-    ranks; their outputs are summed, so each rank returns input / ranks."""
+    """Experts that return their input rows / ranks. ranks: number of etp ranks, over which outputs are summed. With `counts` of type
+    Routed, the input is tokens: they are permuted to rows, and combined with their gates."""
 
     hidden, kernels = slice(0, 1), choose("auto")
 

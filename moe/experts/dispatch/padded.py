@@ -71,7 +71,7 @@ class Slots(Exchange):
         return y_TD[:tokens]
 
     def _plan(self, routing: Routing) -> tuple[Plan, int]:
-        """Return a plan whose rows are this rank's E * slots slots, and `slots`, the number of slots in a block."""
+        """Return (a plan with one row for each of this rank's slots; the number of slots that this rank has for each expert)."""
         import torch
 
         from moe.kernels.rows import Plan

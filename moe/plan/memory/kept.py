@@ -281,7 +281,8 @@ def casts_kept(plan: Plan, stack: Stack) -> bool:
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of layer `index`'s weights, except experts, as copies in the compute dtype that are kept. Recomputed parts keep no copies."""
+    """Bytes of the copies in the compute dtype that layer `index` keeps of its weights, except experts, until the backward pass. Parts that
+    are recomputed, quantized or merged with LoRA adapters have none."""
     (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
     if recompute == "full":
         return 0.0

@@ -35,8 +35,8 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a Pair (a run on one process and one on several ranks, to compare) for each name in `models` whose axis is in `degrees`: fsdp
-    (also for ddp) or tp. Pipelines need no entry: they have _STAGES ranks."""
+    """Yield a Pair (a run on one process and one on several ranks, to compare) for each name in `models` whose axis is in `degrees`.
+    The axis of ddp and fsdp2 is fsdp; of tensor and sequence, tp. Pipelines need no entry: they have _STAGES ranks."""
     for model in models:
         axis = "fsdp" if model in ("ddp", "fsdp2") else "tp" if model in ("tensor", "sequence") else "pp"
         if (ranks := (degrees | {"pp": _STAGES}).get(axis)) is not None:
