@@ -101,8 +101,8 @@ def _check_grid(run: Run) -> None:
 
 
 def _check_sequences(run: Run) -> None:
-    """Raise BadInput unless every row of ranks in tp's grid can read equally many sequences, and only whole capacity groups, in training
-    and evaluation. In a MoE model each tp rank routes a part of a sequence, so a sequence needs a token for each tp rank."""
+    """Raise BadInput unless, in training and evaluation, sequences can be divided equally among the rows of tp's grid, in whole groups of
+    router.group sequences. In a MoE model tp ranks divide tokens for routing: a sequence on an sp rank needs a token for each tp rank."""
     tp, group, rows, dp, m = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp), run.model
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if m.layers_with_experts():

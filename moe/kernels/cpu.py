@@ -14,7 +14,7 @@ from parallel.numerics.supposed import pretended
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-# T tokens, K choices, N = T * K, R rows, E experts, D model, P tokens gathered from ranks, G these tokens in the order of sequences
+# T tokens, K choices, N = T * K, R rows, E experts, D model, P rows gathered from ranks (tokens and padding), G tokens among them
 
 _FEW_CHOICES = 32  # up to this number of choices (T * K), `plan` runs in Python
 

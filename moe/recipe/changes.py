@@ -52,7 +52,7 @@ def _function(run: Run) -> dict[str, Any]:
     """Return key -> value, for the keys that have an effect in this run and can change the function that the model computes. Equivalent
     values become equal: for example, a norm_eps that is the norm's default becomes None."""
     values = _values(run)
-    values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # its rate affects training alone
+    values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # the rate's value affects training alone
     values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares tables
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     defaults = {NORM_EPS[kind] for kind in _norms(run)}

@@ -38,7 +38,7 @@ FACTORS: dict[str, tuple[str, ...]] = {  # feature -> its values, the simplest f
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "fp16"),
 }
-# feature -> its values in further rows, in fp32, with other models and few sequences in a micro-batch
+# feature -> its values in the rows of `covering_few`
 FEW: dict[str, tuple[str, ...]] = {
     "model": ("gshard", "deepseek", "megatron", "t5", "t5_untied", "muon", "frozen", "olmoe", "latent", "adafactor", "kfac"),
     "schedule": ("none", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "dualpipe", "chimera"),

@@ -187,8 +187,8 @@ def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Return the mesh axes over which a tensor with these letters has partial sums inside an operator with these cuts: the axes that shard
-    a letter of the operator that the tensor lacks. but: letters whose axes are left out of the result."""
+    """Return the mesh axes over which a tensor with these letters has partial sums inside an operator: those that shard a letter that the
+    tensor lacks. cuts: letter of the operator -> mesh axes that shard it. but: letters to leave out."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 

@@ -99,7 +99,7 @@ class _Matrices:
         return len(self.of(index)), *self.tensor.shape[1:]
 
     def sent(self, index: int, tensor: Tensor) -> _Matrices:
-        """Return the matrices of `of(index)` after they were sent over the next axis. tensor: these matrices, as they arrived."""
+        """Return the matrices `of(index)`, to be sent over the axes after the next. tensor: their shards, joined over the next axis."""
         return replace(self, tensor=tensor, owners=[self.owners[k][1:] for k in self.of(index)])
 
 

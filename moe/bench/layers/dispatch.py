@@ -71,7 +71,7 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }
-TABLES = ("growth", "moves")  # names of the two further tables, values of --only
+TABLES = ("growth", "moves")  # tables after the main one; --only NAME makes this one alone
 MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes moved in one timing: enough that launching kernels takes a negligible part of it
 MOST_MOVES = 64  # largest number of times that one timing repeats the permutation of tokens
 

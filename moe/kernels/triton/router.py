@@ -149,10 +149,14 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route one block of `each` tokens. All G groups have `tokens` tokens, cut into B blocks. `bias` [E] is added to the compared scores.
-    `given` [T, K]: experts chosen before; None: choose them from the OPEN best of GROUPS expert groups. `load` [T, K]: experts that the
-    balance loss counts, those with the highest scores without bias: written if `given` is None, else read. `load` None: the loss counts the
-    chosen experts. CHOSEN (softmax over the chosen experts only): experts are chosen by logits, not by scores. NORMED: gates sum to SCALE.
+    """Route one block of `each` tokens. All G groups of tokens have `tokens` tokens, cut into B blocks.
+
+    bias     [E], added to the compared scores
+    given    [T, K], experts chosen before; None: choose them from the OPEN best of GROUPS groups of experts
+    load     [T, K], experts that the balance loss counts: those with the highest scores without bias. Written if `given` is None, else
+             read. None: the loss counts the chosen experts
+    CHOSEN   compare logits instead of scores, because the softmax is over the chosen experts only
+    NORMED   gates sum to SCALE
 
     Write four rows of sums over the block's tokens to parts [G, B, 4, W]. Rows 0 to 2 have one number for each expert: the sum of its
     probabilities; how often it was chosen; how often the balance loss counts it, among the first `counted` experts of each token.

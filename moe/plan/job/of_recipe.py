@@ -248,7 +248,7 @@ def _with_adam(run: Run) -> Storage:
 
 # --- bytes of optimizer states ------------------------------------------------------------------------------------------
 
-# bytes that an update moves per parameter, apart from gradients; Muon's iterations are not included, since their products take longer
+# bytes that an update reads and writes per parameter, apart from gradients; Muon's iterations are counted in FLOPs (`_iterated`)
 MOVED = {"sgd": 56.0, "muon": 76.0, "adafactor": 100.0}
 
 

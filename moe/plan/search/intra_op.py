@@ -120,8 +120,7 @@ class _Program:
         return len(self.costs)
 
     def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
-        """Return a dict: sharding -> columns of the operator's strategies with this sharding of input number `place` (None: of the
-        output)."""
+        """Return a dict: sharding of the operator's input number `place` (None: of its output) -> columns of the strategies with it."""
         found: dict[State, list[int]] = {}
         for i, s in enumerate(self.options[name]):
             found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)

@@ -101,15 +101,15 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     """Return the milliseconds that each region of the code took in a step, longest first. events: FunctionEvents of a torch profiler;
     the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
     time per step is used, because other work on the machine disturbed it least."""
-    number, end = -1, 0.0  # index of the current `step` event, and the time at which that event ends
-    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
-    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels
+    call, end = -1, 0.0  # index of the current `step` event, and the time at which that event ends
+    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # call -> (region, phase) -> host ms
+    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # call -> region -> ms of GPU kernels
     place: dict[int, tuple[str, Phase]] = {}  # id of an event inside a `step` event -> its region and phase
     region_of_node: dict[int, str] = {}  # autograd's sequence number -> region of the forward operation
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))
         if event.name == PREFIX + STEP:
-            where, number, end = BETWEEN, number + 1, event.time_range.end
+            where, call, end = BETWEEN, call + 1, event.time_range.end
         elif event.name.startswith(_NODE) and event.time_range.start < end:  # can run in another thread than `step`
             where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
         elif not where:
@@ -119,8 +119,8 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         elif event.sequence_nr >= 0:
             region_of_node[event.sequence_nr] = where  # of several operations with this number, autograd differentiates the last
         place[id(event)] = (where, phase)
-        host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
-        device[number][where] += event.self_device_time_total / 1e3 / steps[number]
+        host[call][where, phase] += event.self_cpu_time_total / 1e3 / steps[call]
+        device[call][where] += event.self_device_time_total / 1e3 / steps[call]
     best = min(host, key=lambda n: sum(host[n].values()), default=-1)
     names = dict.fromkeys(name for name, _ in host[best])
     found = [Spent(name, host[best][name, "forward"], host[best][name, "backward"], device[best][name]) for name in names]

@@ -67,9 +67,9 @@ def described(base: Reader) -> dict[str, str]:
 
 
 def moved_base(found: Reader, given: Path | None) -> Path | None:
-    """Return the folder to which the base model of the adapters `found` was moved; None if it is not known. given: the value of
-    --init_from. If `given` is a checkpoint, return it. If it is a run's folder, return its checkpoint with the base's name (step-N), unless
-    the base is still at its old place."""
+    """Return the folder to which the base model of the adapters `found` was moved. given: the value of --init_from. If `given` is a
+    checkpoint, return it. If it is the folder of a run that has a checkpoint with the base's name (step-N), and no checkpoint is at the
+    base's old place, return this checkpoint. Else return None."""
     if given is None or (given / "manifest.json").is_file():
         return given
     there = Path((found.state.get(WHERE) or {}).get("path", ""))
