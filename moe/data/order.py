@@ -76,9 +76,9 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Windows:
-    """Tokens [num_tokens] of any integer type, read as overlapping windows. Raises BadInput if they do not fill one window. `name`:
-    train or validation. `as_key(n)`: value of the recipe key model.max_length that gives windows of n + 1 tokens, for error messages.
-    `num_ids`: size of the vocabulary; reading an id outside it raises BadInput."""
+    """Tokens [num_tokens] of any integer type, read as windows of max_length + 1 tokens. A window's last token is the next one's first.
+    Raises BadInput if there are too few tokens for one window. `num_ids`: size of the vocabulary; reading an id outside it raises BadInput.
+    For error messages: `name`: train or validation; `as_key(n)`: the recipe's model.max_length if windows have n + 1 tokens."""
 
     tokens: npt.NDArray[np.integer]
     max_length: int

@@ -29,7 +29,7 @@ UNREADABLE = "this user may not read it"
 LINKED = "a link to a folder, which is not followed"
 DANGLING = "a link to a file that is not there"
 NO_FILE = "not a regular file"
-LINK = "/"  # suffix of the name of a linked folder, which is not followed
+LINK = "/"  # added to the name of a link to a folder; such links are not followed
 _LINES = 10
 _SHOWN = 4  # number of kinds of files that a line lists
 # kind of file -> the markup that becomes text if such a file is read as plain text

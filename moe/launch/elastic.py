@@ -20,7 +20,7 @@ from moe.router.checks import group_size
 from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
-ORIGIN = "--elastic"  # a value's origin, in a comment after each value in a run's recipe.yaml that --elastic changes
+ORIGIN = "--elastic"  # origin of the values that --elastic changes, in the comments after them in a run's recipe.yaml
 _TRIES = 8  # number of values of pipeline.microbatches that are tried for each number of processes, smallest first
 
 

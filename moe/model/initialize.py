@@ -20,7 +20,8 @@ from parallel.mesh.layout import Box, Layout, stored
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.first_values import key_of_tensor, truncated_normal
 
-SigmaOf = Callable[[str, tuple[int, ...], sections.Model], float | None]  # (global name, unsharded shape, model) -> sigma; None: all 1
+# (global name, unsharded shape, model) -> sigma; None: all values are 1
+SigmaOf = Callable[[str, tuple[int, ...], sections.Model], float | None]
 
 
 class FirstValues:

@@ -125,7 +125,7 @@ def dropped(window: Window, run: Run) -> Shown:
 
 def few_slots(window: Window, run: Run) -> Shown:
     """Condition: choices are dropped because there are fewer slots than choices. The expected share of dropped choices is 1 - slots per
-    choice. Half of it raises the alarm, because router.min_capacity may have added slots."""
+    choice. More than half of this share is enough, because router.min_capacity may have added slots."""
     share = _dropped_share(window)
     said = f"{share:.0%} of the choices are dropped: a capacity factor of {run.router.capacity_factor:g} has fewer slots than choices"
     return (share, said) if share > (1 - slots_each(run)) / 2 else None

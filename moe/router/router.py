@@ -119,9 +119,9 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. `_decide` chooses the experts instead if a record gives them, or if experts have a capacity and the kernel
-        cannot assign the slots. It can if router.drop is position and, if ranks share groups, router.queue is choices_first or K is 1.
-        A recomputation reuses the experts of the first pass. Collective if ranks share groups of tokens (`shards`).
+        """Route by one kernel. It also chooses the experts, except in three cases, in which `_decide` chooses them: a record gives the
+        experts; experts have a capacity and router.drop is not position; experts have a capacity, ranks share groups of tokens (`shards`),
+        router.queue is not choices_first and K > 1. A recomputation reuses the experts of the first pass. Collective if ranks share groups.
         `sequence_tokens`: tokens of a sequence."""
         from moe.kernels.triton.router import Given, Together
 

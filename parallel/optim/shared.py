@@ -89,8 +89,8 @@ class _Matrices:
     owners: list[tuple[int, ...]]
 
     def of(self, index: int) -> list[int]:
-        """Return the numbers (0 to K - 1) of the matrices that are sent to the rank with this index on the next axis: their owners have the
-        same index on that axis."""
+        """Return the numbers (0 to K - 1) of the matrices whose owners have this index on the next axis. They are sent to the rank with
+        this index."""
         return [k for k, owner in enumerate(self.owners) if owner[0] == index]
 
     def shape_of(self, index: int) -> tuple[int, ...]:

@@ -38,10 +38,10 @@ FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 @dataclass(frozen=True)
 class Cube(Style):
-    """Sharding of a weight [out, in]: each rank of the cube holds a different part. place: "second" for the last product of a layer, else
-    "first". Replaces the function with which a module multiplies by its weight (attribute `product`), and, if place is "first", the
-    function with which a layer multiplies one x by several weights (attribute `products`). copied: there are fewer key-value heads than
-    ranks of tp_row, so neighbours along tp_row hold the same outputs."""
+    """Sharding of a weight [out, in] over the cube. place: "second" for the last product of a layer, else "first". copied: whether the
+    outputs are keys or values. If they have fewer heads than tp_row has ranks, neighbors along tp_row hold the same outputs. Apart from
+    this, each rank holds a different part. `fill` replaces the function with which a module multiplies by its weight (attribute `product`)
+    and, if place is "first", the function with which a layer multiplies one x by several weights (attribute `products`)."""
 
     place: Literal["first", "second"]
     copied: bool = False

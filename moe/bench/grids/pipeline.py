@@ -75,8 +75,8 @@ def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 
 
 
 def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int) -> list[dict[str, Any]]:
-    """Run every schedule on this rank. Return a dict for each: `steps`, the result of `_time`; `transfer` and `all_reduce`, the seconds of
-    one message and of one all-reduce."""
+    """Run `steps` steps of every schedule on this rank. Return a dict for each schedule: `steps`, a dict for each step (see `_time`);
+    `transfer` and `all_reduce`, the seconds of one message and of one all-reduce. names: of the schedules."""
     mesh = connect(rank, ranks)
     axis, found = mesh.axis("pp"), []
     for name in names:

@@ -50,7 +50,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    checks = not (alone and is_rank())  # a rank of another launcher (torchrun, SLURM) is checked later, when the number of ranks is known
+    checks = not (alone and is_rank())  # a rank of torchrun, SLURM or mpirun is checked later, when the number of ranks is known
     if checks:
         check_for_user(run, world, origins)
         check_installed(run)

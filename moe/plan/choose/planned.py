@@ -92,8 +92,8 @@ def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
     """Return the `top` best plans for all devices of the cluster. checked: returns a recipe after its checks. space: values that are tried
-    for each setting; None: Space(). num_degrees: least number of sets of degrees that round 2 tries; None: it tries all, and there is no
-    round 1.
+    for each setting; None: Space(). num_degrees: least number of sets of degrees that round 2 (top of this file) tries; None: all sets,
+    without round 1.
 
     Raises BadInput if there is no plan that can run, fits into memory and passes the recipe's checks. The message proposes a change of the
     recipe or of the cluster with which a plan exists.

@@ -312,8 +312,9 @@ class _Moments:
         return self.outside.embedding if stage.number == 0 else stage.kinds[0][0].gathered if stage.kinds else NOTHING
 
     def _at_work(self, stage: StageBytes, now: _Pass) -> list[_AtWork]:
-        """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. In the last pass,
-        also the first layer in whose backward pass MOST_STARTED gradient buckets may be summed at the same time."""
+        """Return the layers of a stage whose backward pass may be the peak: the last layer of each kind, and the first one if memory may
+        grow during the pass. In the rank's last pass (now.last), also the layer nearest to the stage's end for which MOST_STARTED gradient
+        buckets are already full, because that many may be summed at the same time."""
         at_i, once, gradients, last = now
         fresh = self._missing(stage, gradients).total > 0
         computes = fresh and not self._missing(stage, max(gradients, 1 if at_i else 2)).total  # this pass computes gradients of weights

@@ -193,8 +193,8 @@ def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
 
 
 def _found(search: str, best: Best, free: float, other: str) -> SearchResult:
-    """Return the result of a search. free: seconds of the fastest legal layout. other: text of this layout if the trainer cannot run it,
-    otherwise ""."""
+    """Return the result of a search. best: the fastest that the trainer can run. free: seconds of the fastest legal layout. other: this
+    legal layout as text; "" if the trainer can run it."""
     plan, seconds, one = best
     said = f"{_said(one.rules)} on {_shape(one.mesh)}"
     if one.program.conflicts:

@@ -63,8 +63,8 @@ class Folded:
 
 
 def fold(graph: Graph) -> Folded:
-    """Fold a graph: keep only the first of layers with equal operators. A layer may read only the last output of the previous layer, and
-    outputs of layers that no other layer equals (such as an encoder-decoder's embedding and last encoder layer)."""
+    """Fold a graph: of layers with equal operators, keep only the first. A layer may read only two kinds of other layers' outputs: the last
+    output of the previous layer, and outputs of a layer that no other equals (an encoder-decoder's embedding and last encoder layer)."""
     ends = (graph.layers[0], graph.layers[-1])
     signs: dict[tuple[tuple[str, ...], ...], int] = {}
     of: dict[int, int] = {}

@@ -102,8 +102,9 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
     time per step is used, because other work on the machine disturbed it least."""
     number, end = -1, 0.0  # index of the current `step` event, and the time at which that event ends
-    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
-    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels
+    # index of a `step` event -> (region, phase) -> ms on the host
+    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))
+    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # index of a `step` event -> region -> ms of GPU kernels
     place: dict[int, tuple[str, Phase]] = {}  # id of an event inside a `step` event -> its region and phase
     region_of_node: dict[int, str] = {}  # autograd's sequence number -> region of the forward operation
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):

@@ -94,7 +94,7 @@ def _of_experts(run: Run, block: str, names: set[str]) -> Iterator[Law]:
         first += scored
     else:
         yield Law((f"{block}.router.input_norm",), scored)
-    if x.skip:  # skip experts return their input: their flow is in the layer's input and output, but not in its weights
+    if x.skip:  # skip experts have no weights: their flow is in the layer's input and output alone
         yield Law((f"{block}.moe", *first), (f"{block}.ffn_norm", *last))
     else:
         yield Law((f"{block}.moe",), last)

@@ -50,7 +50,8 @@ def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int |
     """Yield a line for each broken law of slots in one step of a router. tokens: position in the step -> token. length: tokens of a
     sequence. slots: slots of an expert for a group of tokens; None: no limit."""
     method, each = method_of(spec), length * (1 if spec.group == "sequence" else int(spec.group))
-    queues: dict[tuple[int, int], list[tuple[tuple[int, int], bool]]] = {}  # (group, expert) -> (place in the queue, whether it has a slot)
+    # (group, expert) -> for each choice in the queue: (place by which the queue is sorted, whether the choice has a slot)
+    queues: dict[tuple[int, int], list[tuple[tuple[int, int], bool]]] = {}
     for position, (valid, chosen, kept) in tokens.items():
         if not valid and any(kept):
             yield "padding has a slot"

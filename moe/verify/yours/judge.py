@@ -149,8 +149,9 @@ class Comparison:
         return settled
 
     def _settled(self, name: str, one: list[Tensor], here: list[Tensor]) -> Tensor:
-        """Return the rank's weight after the step, less the part of its difference that the allowed error of its gradient explains. An
-        update changes at most in proportion to its gradient, and a gradient as small as that error may have either sign.
+        """Return the rank's weight after the step, without the part of its difference from the single process's weight that the allowed
+        error of the gradient explains. The relative change of an update is at most that of its gradient. A gradient within the allowed
+        error may have either sign, so the whole difference is explained.
 
         one, here: (weight after the step, weight before it, gradient) of the single process and of the rank."""
         if len({t.shape for t in (*one, *here)}) > 1 or not one[0].numel():
