@@ -44,9 +44,10 @@ _OPEN_FILES, _OPEN_FILES_EACH = 128, 4
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
-    """Return `environment` for a launcher of `nproc` ranks. The variables of an outer launcher are removed. This process's id
-    (PARENT), the import path, the number of a rank's threads, BEFORE_TORCH, DeepSpeed's accelerator and the folder of compiled extensions
-    are added. nproc None: ranks start on other machines, so only PARENT, the import path and DeepSpeed's accelerator are added."""
+    """Return `environment` for a launcher of `nproc` ranks, without the variables of an outer launcher. PARENT (this process's id) and
+    the import path are added. If not set, these are added too: OMP_NUM_THREADS, the variables of BEFORE_TORCH, TORCH_EXTENSIONS_DIR, and,
+    without a GPU, DS_ACCELERATOR. nproc None: ranks start on other machines, so of these only DS_ACCELERATOR is added, for a CPU build of
+    torch."""
     outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
     env = {name: value for name, value in environment.items() if name not in outer}
     env |= {PARENT: str(os.getpid())} | import_path(environment)

@@ -118,8 +118,9 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """The expected `result` of all cases that have the reference case `twin`. tolerance: name in NUMBERS -> largest allowed deviation;
-    infinite if only `bound` limits it. bound: limit from runs with random rounding; None: the tolerance alone limits deviations."""
+    """Expected result of all cases with the same reference case. twin: the reference case (`twin_of`). tolerance: name of a compared number
+    (NUMBERS) -> largest allowed deviation; infinite if only `bound` limits it. bound: limit from runs with random rounding; None: the
+    tolerance alone limits deviations."""
 
     twin: Case
     result: Result

@@ -6,8 +6,8 @@
 
 W weights, G gradient, R and C optimizer states (one number for each row and column), t number of the step, lr learning rate. A vector has
 one optimizer state, the running mean of its squared gradients. Each expert is a separate matrix, and each row of a stack of biases a
-separate vector. If ranks hold shards of a matrix, they all-reduce the sums from which means are computed: those for each rank's elements
-of R and C, and three numbers for each matrix.
+separate vector. If ranks hold shards of a matrix, means are computed from all-reduced sums: a vector each for R and C, and one number
+each for mean(R), rms(U) and (in a relative step) rms(W).
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def load_engines(kinds: list[ShardedKind]) -> None:
 
 
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Training:
-    """Start training on this rank with a recipe (section -> key -> value). If `kind` is a peer, DeepSpeed's own engine trains instead of
-    one of this project's. Collective."""
+    """Start training on this rank with a recipe (section -> key -> value): with DeepSpeed's own engine if `kind.is_peer`, else with
+    an engine of this project. Collective."""
     peer = partial(DeepSpeedAlone, stage=kind.stage) if kind.is_peer else None
     world = World(rank, ranks, place="cpu")
     return Training.start(values, world, peer=cast(Peer | None, peer))  # DeepSpeedAlone is no Engine, but has the methods that a step calls

@@ -130,8 +130,8 @@ def check_model(source: Path, run: Run) -> None:
 
 def begin(out: Path, convert: Callable[[Path], list[str]], *, fresh: bool, what: str, said: str, then: str) -> bool:
     """Convert an hf:PATH model into the folder out/base by `convert`, and print the lines that it returns. Return False, without
-    converting, if the run has a checkpoint. Raises BadInput if a launcher started this process as a rank. what, said: name and value of
-    the argument with hf:PATH, for that error. then: the second command of that error's fix, after `moe convert SAID runs/BASE`."""
+    converting, if the run has a checkpoint and `fresh` is False. Raises BadInput on a rank of a launcher. what, said: name and value of the
+    argument with hf:PATH, for this error. then: end of the error's fix, after `moe convert SAID runs/BASE, then`."""
     from moe.checks.begins import has_checkpoint
     from parallel.store.lock import alone_in
 

@@ -193,7 +193,8 @@ def _started(plan: Plan, stack: Stack, summed: Elements) -> float:
 
 
 def _sums_itself(plan: Plan) -> bool:
-    """Return whether the engine is ZeRO-1 with this project's buckets instead of DeepSpeed's: with fp32 gradients and without offload."""
+    """Return whether the engine is ZeRO-1 and sums gradients in this project's buckets. If gradients are not fp32, or optimizer states are
+    offloaded, DeepSpeed sums them."""
     return plan.stage == 1 and plan.storage.gradients == FP32_BYTES and plan.offload_optimizer == "none"
 
 

@@ -249,8 +249,9 @@ class Unit(NamedTuple):
 def gathered(
     plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Elements, to_come: Elements = NOTHING
 ) -> Callable[[At], float]:
-    """Return a function: point of a step -> bytes of this project's gathered weights and unreduced gradients. held: the rank's parameters.
-    table: parameters of the embedding or head. to_come: trained parameters without a gradient yet."""
+    """Return a function: point of a step -> bytes of gathered weights and unreduced gradients, with an engine of this project (with other
+    frameworks: `at_any_moment`). held: the rank's parameters. table: parameters of the embedding or head. to_come: trained parameters
+    without a gradient yet."""
     form = plan.carrier.gathered
     if form is None:
         return lambda at: 0.0

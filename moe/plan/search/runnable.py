@@ -180,8 +180,8 @@ class Runnable:
         return self._costs[key]
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, Cost]:
-        """Return a dict: index of a layer in the folded graph -> its cost with these strategies. graph: `joined`, or the graph of a
-        search's result, which has the same operators. chosen: operator -> strategy."""
+        """Return a dict: index of a layer in the folded graph (top of this file) -> its cost. graph: `joined`, or the graph that a search
+        returns, which has the same operators. chosen: operator -> strategy."""
         found = layer_costs(graph, mesh, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
         for i in set(found) & set(self.blocks) if recompute == "full" else ():  # a recomputed layer keeps only its input

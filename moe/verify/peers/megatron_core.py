@@ -67,7 +67,7 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):
-            # ep is over the ranks of fsdp, so ep with fsdp is the same layout as ep alone
+            # ep uses the ranks of data parallelism (fsdp): with equal degrees, ep with fsdp is the same layout as ep alone
             if "ep" in chosen and model not in ROUTED or list(chosen) == ["ep", "fsdp"]:
                 continue
             world = chosen.get("tp", 1) * chosen.get("fsdp", 1) if list(chosen) != ["ep"] else chosen["ep"]

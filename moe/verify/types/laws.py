@@ -26,7 +26,8 @@ from moe.verify.types.watch import INPUT
 from parallel.errors import some
 from parallel.mesh.mesh import AXES, Degrees
 
-# compute dtype -> largest allowed (difference of two flows) / sqrt(sum of (x g)^2 over both sides); x: elements of tensors, g: gradients
+# compute dtype -> largest allowed difference of a law's two sides, divided by sqrt(sum of (x g)^2 over both sides); x: elements of the
+# tensors, g: their gradients
 BOUND = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
 _NORM = 1e-4  # largest allowed relative error of the gradient norm, and of first moments
 
