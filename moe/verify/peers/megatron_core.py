@@ -68,7 +68,8 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     for model in models:
         for chosen in subsets(degrees):
             # ep uses the ranks of data parallelism (fsdp): with equal degrees, ep with fsdp is the same layout as ep alone
-            if "ep" in chosen and model not in ROUTED or list(chosen) == ["ep", "fsdp"]:
+            same = list(chosen) == ["ep", "fsdp"] and chosen["fsdp"] <= chosen["ep"]
+            if same or "ep" in chosen and model not in ROUTED:
                 continue
             world = chosen.get("tp", 1) * chosen.get("fsdp", 1) if list(chosen) != ["ep"] else chosen["ep"]
             layout = " ".join(f"{'dp' if name == 'fsdp' else name}{degree}" for name, degree in chosen.items())
