@@ -49,8 +49,8 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
     """Return the error `bad` of a recipe on `world` processes, with a tested fix. The fix is the first of these that exists: (1) all single
     changes after which the recipe is accepted; (2) several changes together after which the recipe is accepted; (3) one change that mends
-    this error but leaves an error about another key; (4) a text that says that none was found. Advice in words is always kept. origins: key
-    -> origin of its value."""
+    this error but leaves an error about another key; (4) a text that says that none was found. Fixes in words, which cannot be tested, are
+    kept. origins: key -> origin of its value."""
     until = time.process_time() + _TRY_S
     kept: list[Fix] = []
     failed: list[tuple[Fix, BadInput]] = []

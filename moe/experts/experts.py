@@ -163,8 +163,8 @@ class Experts(nn.Module):
         return held if part is None else Network.of([None if t is None else t[part] for t in held.tensors], held.activation)
 
     def chunks(self, count: int) -> list[ExpertChunk]:
-        """Cut this rank's experts into `count` equal chunks. A chunk is a Network with views of the matrices. If the hidden units are cut
-        into tiles (`num_tiles`), it is a range of experts."""
+        """Cut this rank's experts into `count` equal chunks. A chunk is a Network with views of the matrices; if hidden units are cut
+        into tiles (`num_tiles`), it is a range of experts instead. If `count` is 1, the only chunk is None: all experts."""
         if count == 1:
             return [None]
         each = len(self.held) // count

@@ -87,7 +87,8 @@ def layout(run: Run) -> str:
 
 
 def _fitted(run: Run, world: int) -> Run | None:
-    """Return the planned `run` on `world` processes with the fewest micro-batches, none larger than planned; None if that is impossible."""
+    """Return the planned `run`, changed for `world` processes; None if that is impossible. It has as few micro-batches as possible, each
+    with at most as many sequences as planned."""
     each = _ranks_each(run)
     if world < each or world % each or run.train.global_batch % (world // each):
         return None

@@ -153,9 +153,9 @@ def _blocks_to_fp8(block_NS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitted(block_NS: Tensor, largest: int, every: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode blocks with `largest` as the fp8 value of the largest element. All other fp8 values follow from it, and each gives a lower and
-    an upper bound of the factor. A factor within all bounds decodes to the same values; only every `every`-th element gives bounds. Return
-    (fp8 values as uint8, factor, whether it decodes to the block) of each block."""
+    """Try to encode each block without loss, with `largest` as the fp8 value of its largest element. This determines the fp8 values of all
+    elements. Every `every`-th element then gives a lower and an upper bound of the factor. Return for each block (fp8 values as uint8,
+    factor, whether they decode to exactly this block)."""
     scale_N1 = (largest / block_NS.abs().amax(1)).unsqueeze(1)
 
     def exact(value_NS: Tensor, factor_N: Tensor, block_NS: Tensor) -> Tensor:

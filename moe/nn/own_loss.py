@@ -22,7 +22,7 @@ from parallel.errors import BadInput, counted, where
 # B sequences, L tokens of each
 
 _KEY = "train.loss"
-Arranged = Callable[[Tensor], Tensor]  # selects or gathers tokens of a tensor [B, L]
+Arranged = Callable[[Tensor], Tensor]  # exchanges or gathers tokens of a tensor [B, L] between ranks
 
 
 class Predictions(NamedTuple):
@@ -44,10 +44,10 @@ class OwnLoss:
         self.name, self.tried = name, False
 
     def __call__(self, logp_BL: Tensor, arranged: Arranged, *, targets_BL: Tensor, context: Context, whole: Arranged) -> Tensor:
-        """Return this rank's share of the sum of the sequences' losses. `arranged` selects, from a tensor of this rank's own tokens, the
-        tokens for which this rank has logits. `whole` gathers whole sequences from the ranks that share them; each of these ranks computes
-        the same losses. Raises BadInput if the function raises an error, or if its result is not one loss for each sequence, independent of
-        other sequences."""
+        """Return this rank's share of the sum of the sequences' losses. `arranged` takes a tensor of this rank's own tokens, and returns
+        that of the tokens for which this rank has logits. `whole` gathers whole sequences from the ranks that share them; each of these
+        ranks computes the same losses. Raises BadInput if the function raises an error, or if its result is not one loss for each sequence,
+        independent of other sequences."""
         begins_T = torch.zeros_like(context.tokens_T) if context.begins_T is None else context.begins_T.long()
         known = (arranged(x) for x in (as_targets(targets_BL), context.tokens_T.view_as(targets_BL), begins_T.view_as(targets_BL)))
         whole_BL, next_BL, read_BL, begins_BL = (whole(x) for x in (logp_BL, *known))

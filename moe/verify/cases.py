@@ -192,7 +192,7 @@ OTHER: dict[str, dict[str, Any]] = {  # models for one feature each, such as an 
         "experts": {"shared": 1},
         "data": {"objective": "span_corruption"},
     },
-    "ahead_windows": {  # sliding windows in layer 1 and in the first layer for multi-token prediction (number 2); activations are scaled
+    "ahead_windows": {  # sliding windows in layer 1 and in layer 2, the first for multi-token prediction; activations are scaled
         "model": {
             "ahead": 2,
             "sliding_window": 4,

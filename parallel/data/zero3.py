@@ -82,7 +82,7 @@ class ShardedInit:
             config_dict_or_path=self.settings,
             mem_efficient_linear=False,
             mpu=self.mpu,
-        )  # no argument `dtype`, which DeepSpeed ignores on some processors; without fp16 or bf16 in the settings, DeepSpeed takes fp32
+        )  # fp32, as the settings have neither fp16 nor bf16; DeepSpeed ignores the argument `dtype` on some processors
         assert init.dtype == torch.float32, f"{init.dtype} would round weights on a disk"
         if init.param_swapper is not None:
             _read_each_once(init.param_swapper)

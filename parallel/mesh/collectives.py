@@ -353,7 +353,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        ctx.started.wait()  # `grad` is unused: the gradients that other ranks sent back are in the buffer
+        ctx.started.wait()  # the values of `grad` are unused: the gradients that other ranks sent back are in the buffer
         received, ctx.started.buffer = ctx.started.buffer, None
         return received.to(grad.dtype), None
 

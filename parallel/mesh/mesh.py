@@ -158,7 +158,7 @@ class Degrees:
         return place
 
     def along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return `rank` and all ranks that differ from it only on these axes of one view, ascending."""
+        """Return `rank` and all ranks that differ from it only on these axes, ascending. One view must have all these axes."""
         ranks, stride = [rank], 1
         for axis in reversed(view_of(*axes)):
             size = self.size(axis)

@@ -32,7 +32,7 @@ from parallel.mesh.debug_collectives import Disagreement
 from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
-FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
+FIRST = 5.0  # factor of the time limit until the end of the first step, in callbacks, while saving, and at the end of a run
 ANSWER_S = 3.0, 10.0  # a rank has a twentieth of the time limit to answer, but at least 3 s and at most 10 s
 _AGAIN_S = 0.3  # wait before the answers are read again
 _LOOK_S = 0.02  # wait between two reads of a key
@@ -291,7 +291,8 @@ class Watchdog:
         self._wait_for_readers(asked)
 
     def _wait_for_readers(self, asked: int) -> None:
-        """On rank 0, which may hold the store: wait until the other ranks have read the line. asked: number of the question."""
+        """On rank 0, which may hold the store: wait until all ranks that answered question number `asked` have read its verdict, at most
+        about 1.5 s."""
         if self.record.rank:
             return
         until = time.monotonic() + 1.5

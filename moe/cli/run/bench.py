@@ -12,7 +12,7 @@ from moe.cli.verbs import Bench
 from parallel.errors import BadInput, did_you_mean, some
 
 BENCHES = Path(__file__).resolve().parents[2] / "bench"
-# package in a checkout of moe-parallel -> its measurements that were in moe/bench in earlier versions
+# package in a checkout of moe-parallel -> names of the measurements that were moved to it from moe/bench
 MOVED = {
     "tests.campaigns": "faults corruption damage disks elastic hangs hostile kills machines preemption recipes restarts",
     "tests.counted": "comm initial resume tiling",

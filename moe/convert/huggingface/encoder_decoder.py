@@ -24,7 +24,7 @@ NO_MORE = 1e-9  # a capacity factor that gives less than one slot: an expert the
 
 
 def for_layers(family: Family, config: dict[str, Any]) -> Family:
-    """Return the family with its `rows`: the tensor names for this config's numbers of layers."""
+    """Return the family with its tensor names (`rows`) for this config's numbers of layers."""
     encoder = int(config["num_layers"])
     gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
     rows = tuple(_rows(encoder, _decoder_layers(config), switch=family.experts is not None, gated=gated))

@@ -22,8 +22,8 @@ from parallel.mesh.collectives import all_gather, reduce_scatter
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-# on this rank: T tokens, R rows, F hidden units, E experts. P etp ranks, A rows of all etp ranks, S slots of each (its rows, padded to the
-# largest number of rows of a rank), D model
+# on this rank: T tokens, R rows, F hidden units, E experts. D model, P etp ranks, A rows of all etp ranks together
+# S slots of each etp rank: as many as the largest number of rows of one rank
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ def in_group(tile, rows, columns, group):
 
 @triton.jit
 def placed(tile, rows, columns, group, across):
-    """Return the row and the column of a matrix's tile, in the order of `in_group`: groups of tile rows, or, if `across` is not 0, of tile
-    columns."""
+    """Return the row and the column of a matrix's tile. Tiles are numbered as in `in_group`; if `across` is not 0, rows and columns are
+    exchanged, so a group has `group` tile columns."""
     across = across != 0
     first, second = in_group(tile, tl.where(across, columns, rows), tl.where(across, rows, columns), group)
     return tl.where(across, second, first), tl.where(across, first, second)

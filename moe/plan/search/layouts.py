@@ -32,7 +32,7 @@ from parallel.errors import BadInput, counted
 
 # ways to split the experts' weights over the mesh: "dim:mesh axis", separated by commas; "": not split
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
-# names of matrices to annotate end with these: the query projections, and the first matrix of a feed-forward network
+# the set `batch` annotates dense matrices whose names end with these: query projections, and the first matrix of feed-forward networks
 _FIRST = (".q.weight", ".q_up.weight", ".w1.weight")
 SETS = ("batch", "batch and slices", "weights over the batch")  # sets of annotations, which `annotated` explains
 

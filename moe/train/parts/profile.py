@@ -49,7 +49,7 @@ class Recording:
         self.folder, self.name, self.note = folder, name, note
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
         self._profiler: profile | None = profile(activities=activities)
-        self._done, self._recorded = 0, list[int]()  # number of steps made; number of steps in each recorded call of `of`
+        self._done, self._recorded = 0, list[int]()  # steps made so far; for each recorded call of `of`, the steps that it made
 
     def of(self, work: Callable[[], list[Any]]) -> list[Any]:
         """Call work(), which makes one or more steps, and return its result, a list with one entry for each step."""

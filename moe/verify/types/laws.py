@@ -108,8 +108,9 @@ def _of_experts(run: Run, block: str, names: set[str]) -> Iterator[Law]:
 
 @dataclass
 class Checked:
-    """Result of checking a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of two
-    flows, divided by its bound. without: parameters that no law of flows covers; only their copies and sums are checked."""
+    """Result of checking a layout. broken: a line for each broken law. laws: number of laws on flows (top of this file), not counting
+    those with frozen weights. largest: largest difference of two flows, divided by its bound. without: trained parameters that no counted
+    law covers; only their copies and sums are checked."""
 
     broken: list[str]
     laws: int

@@ -83,8 +83,8 @@ def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None
 
 def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
     """Merge a rank's calls of a module, one for each micro-batch, into one call. Output gradients are added up. Other values are merged
-    only if all calls have the same. Return the calls unchanged if the single process calls the module at least as often, or if shapes
-    differ from the single process's, because micro-batches have fewer samples."""
+    only if they are equal in all calls. Return the calls unchanged if values differ, if the single process calls the module at least as
+    often, or if its values have another shape, as when each micro-batch has fewer samples."""
     alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
     if len(calls) <= len(whole) or not alike:
         return calls
@@ -242,7 +242,7 @@ def renamed(one: Recorded, here: Recorded) -> dict[str, int]:
 
 
 def _distance(one: Recorded, here: Recorded, prefix: str, shift: int) -> float:
-    """Return the sum of absolute differences between the weights whose names begin with `prefix`, if they are renamed by `shift`."""
+    """Return the sum of absolute differences between this rank's weights below `prefix` and the weights that `shift` assigns to them."""
     total = 0.0
     for key, pieces in here.pieces.items():
         name = shifted(key.name, {prefix: shift})

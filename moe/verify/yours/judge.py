@@ -287,9 +287,9 @@ class Comparison:
         return None
 
     def best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
-        """Compare a rank's value with the single process's, for each possible Part (the elements of the whole value that the rank may
-        have). Return the comparison with the least deviation. If no deviation is within the bound, prefer alignments by the rank's samples.
-        None: no alignment fits. piece: the rank's value. scale: whether to divide activation gradients by the rank's factor (`scales`)."""
+        """Compare a rank's value with each Part of the single process's value that the rank may have. Return the best: prefer
+        deviations within `bound`, then Parts by the rank's samples (`by_samples`), then the least deviation. None: no Part fits. piece: the
+        rank's value. scale: whether to divide activation gradients by the rank's factor (`scales`)."""
         whole, found = joined(self._whole(key)), []
         for part in () if whole is None else parts(whole.shape, piece.whole, self.samples[rank]):
             if whole is not None and (both := common(whole, piece, part.maps)) is not None:

@@ -74,7 +74,7 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
-    """Return the possible peaks of a rank with more detail (`RankPeaks.with_i`)."""
+    """Return a rank's `RankPeaks.with_i`: its possible peaks as InFlight; () if it has one stage and does not split backward passes."""
     stages, before, (kept, pending, whole, gradients) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(4))
     seen: set[tuple[int, ...]] = set()  # `kept`, `pending`, `whole` and `gradients` of each stage, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
