@@ -73,7 +73,7 @@ def _check(flags: Energy, name: str, size: dict[str, Any], slowdown: float) -> N
         raise BadInput("--slowdown", got=slowdown, needed="a share from 0 to 10", fix="--slowdown 0.01")
     if (ahead := flags.ahead) is not None and (ahead < 0 or name != "1f1b"):
         got, fix = (ahead, "--ahead 0") if ahead < 0 else (f"--ahead for {name}", "remove --ahead")
-        raise BadInput("--ahead", got=got, needed="at least 0, and the schedule 1f1b, the only one with movable forward passes", fix=fix)
+        raise BadInput("--ahead", got=got, needed="at least 0, and the schedule 1f1b: no other moves forward passes earlier", fix=fix)
     if flags.steps is not None and (flags.steps < 1 or not flags.apply):
         raise BadInput("--steps", got=flags.steps, needed="at least 1, with --apply", fix="--apply --steps 1")
     if (out := flags.out) is not None and out.suffix not in KINDS:

@@ -24,7 +24,7 @@ SHRINKING: tuple[Method, ...] = ("merge", "prune")
 # keys in section `model` that a conversion may change; all other keys there must have the source's values
 _FREE = ("vocab_size", "d_ff", "ffn", "max_length", "moe_every", "moe_layers", "document_mask", "document_separator", "ahead_weight",
          "dropout", "init_scale")  # fmt: skip
-# router keys that decide which tensors a router has; both recipes need equal values if a layer has experts before and after
+# router keys that decide which tensors a router has; must be equal in source and target if a layer has experts in both
 ROUTER: tuple[str, ...] = ("logits", "input_norm", "expert_scale")
 
 

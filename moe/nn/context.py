@@ -162,7 +162,7 @@ class Context:
         read_BS, written_BL = whole(tokens_BL).tensor_split([self._whole_source(tokens_BL.shape[1])], dim=1)
         of_read_BS = F.pad(read_BS[:, :-1] == separator, (0, 1)).long().cumsum(1)
         marks_BS, marks_BL = ((half >= sentinels).long() for half in (read_BS, written_BL))
-        # at index n: the document of the n-th sentinel, counted from 1; initialized with the last document
+        # at index n, from 1: the document of the encoder's n-th sentinel, or the last document if it has fewer; index 0 is not used
         of_span_BN = of_read_BS[:, -1:].repeat(1, 1 + max(read_BS.shape[1], written_BL.shape[1]))
         of_span_BN = of_span_BN.scatter(1, marks_BS.cumsum(1) * marks_BS, of_read_BS)
         # tokens before the first sentinel get the first sentinel's document

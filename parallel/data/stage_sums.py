@@ -32,7 +32,7 @@ class StageSums:
     def __init__(self, model: nn.Module, *, once: bool) -> None:
         assert isinstance(model, FSDPModule)
         self.model, self.once = model, once
-        self.groups: list[Any] = []  # torch's parameter group of each unit, in the order of the backward pass
+        self.groups: list[Any] = []  # torch's FSDPParamGroup of each unit, in the order of the backward pass
         for module in reversed(list(model.modules())):
             self.groups += module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -145,8 +145,8 @@ class Layout:
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in self.copies())
 
     def shard_counts(self, mesh: Mesh) -> bool:
-        """Return whether this rank's elements count in norms, for a shard that FSDP or ZeRO divides among the ranks of `summed_over`. Ranks
-        along `alike` still hold equal elements, so only the first of these ranks counts them."""
+        """Return whether this rank's elements count in norms if FSDP or ZeRO divides the shard among the ranks of `summed_over`. Then
+        only ranks along `alike` and stages in `holders` hold equal elements, and only the first of them counts."""
         alike = (a for a in self.copies() if a in self.alike)
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
 

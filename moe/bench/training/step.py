@@ -147,7 +147,7 @@ class _Other(nn.Module):
 
 
 def _with_layers(precision: str, make: Callable[[Run], nn.Module]) -> tuple[Transformer, Run]:
-    """Return (the recipe's Transformer with MoE layers from `make`, in the compute dtype; the recipe)."""
+    """Return (the benchmark's Transformer in the compute dtype, with MoE layers made by `make`; its recipe)."""
     run, dtype = build_run(recipe(precision, ep=1)), DTYPES[precision]
     torch.manual_seed(0)
     model = Transformer(run.model, run.experts, run.router, vocab_size=VOCABULARY, compute=dtype)

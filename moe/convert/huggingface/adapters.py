@@ -51,7 +51,7 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
             raise BadInput("--adapters", got="adapters of experts", needed=needed, fix="leave out --adapters to write merged weights")
         for name in held:
             left, right = pair_of(name)
-            expert = left.endswith("_a")  # experts' pairs are [in, r] and [r, out], which are PEFT's matrices transposed
+            expert = left.endswith("_a")  # then left is [in, r], right is [r, out]: the transposes of PEFT's A and B
             module = key.removesuffix(".weight")
             found[f"{_PREFIX}{module}.lora_A.weight"] = (left if expert else right, expert)
             found[f"{_PREFIX}{module}.lora_B.weight"] = (right if expert else left, expert)

@@ -76,8 +76,8 @@ class Hierarchical(Dispatcher):
 
 class Tokens(NamedTuple):
     """Tokens on a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py); -1 for a choice that is
-    dropped, or for an expert elsewhere. Places are counted over all ranks before the exchange between nodes, within this node after it, and
-    within this rank after the exchange within the node. `position_T`: each token's index in the step, for dropout.
+    dropped, or for an expert elsewhere. Places are numbered over all ranks at first, within this node after the exchange between nodes,
+    and within this rank after the exchange within the node. `position_T`: each token's index in the step, for dropout.
     """
 
     x_TD: Tensor

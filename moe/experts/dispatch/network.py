@@ -87,9 +87,9 @@ def compute(
 
 
 def _plan(arrived: Arrived, longest: int, kernels: Any) -> Plan:
-    """Return the plan that sorts the gathered rows by expert. Each of the P etp ranks has a block of `longest` slots: first its rows, whose
-    numbers are in `arrived`, then empty slots. In the plan, a slot is a token with one choice, the expert of its row. An empty slot has no
-    choice."""
+    """Return the plan that sorts the gathered rows by expert. The gathered tensor has a block of `longest` slots for each etp
+    rank: first the rank's rows, sorted by expert, then empty slots. In the plan, a slot is a token with one choice, its row's expert. An
+    empty slot has no choice."""
     end_PE = arrived.counts_PE.cumsum(1)
     slot_PS = torch.arange(longest, device=end_PE.device).expand(len(end_PE), -1).contiguous()
     expert_S1 = torch.searchsorted(end_PE, slot_PS, right=True).view(-1, 1)

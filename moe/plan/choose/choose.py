@@ -63,7 +63,7 @@ class Ranking:
 
     @property
     def nearest(self) -> Refused | None:
-        """Return the refusal whose example exceeds the memory limit the least; None if no plan was refused for its memory."""
+        """Return the entry of `refused` that exceeds the memory limit the least; None if no plan was refused for its memory."""
         return min((of for of in self.refused if of.over_bytes > 0), key=lambda of: of.over_bytes, default=None)
 
 

@@ -95,8 +95,8 @@ class Experts:
         return used * distinct(rows / used, targets / groups) if targets >= groups else distinct(used, targets)
 
     def unlimited(self, ep: int) -> float:
-        """Rows of the busiest of `ep` ranks, as a multiple of the ranks' mean, without capacities: `busiest`, or else computed from
-        `excess`. Beyond LARGEST_EP ranks, no growth is assumed."""
+        """Rows of the busiest of `ep` ranks / mean of the ranks, before capacity drops any: the field `busiest`. If it is None, the ratio
+        grows with ep by `excess`, up to LARGEST_EP ranks."""
         return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
 
     def share(self, ep: int) -> float:

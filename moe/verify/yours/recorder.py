@@ -248,7 +248,7 @@ class _State:
         self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
     def restore(self) -> None:
-        """Set everything back to the copy."""
+        """Restore all copied values."""
         with torch.no_grad():
             for tensor, value in self.tensors:
                 tensor.copy_(value)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from parallel.pipeline.schedule import Op, Schedule
 
 _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
-_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # backward action -> gradients that its stage has afterwards (codes: InFlight.gradients)
+_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # backward action -> least value of its stage's InFlight.gradients afterwards
 
 
 class InFlight(NamedTuple):
