@@ -6,6 +6,7 @@ or shrink layers, but not both.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -160,7 +161,8 @@ def _check_same(before: Run, run: Run) -> None:
         pairs += [(f"router.{key}", getattr(before.router, key), getattr(run.router, key)) for key in keys]
     for key, old, new in pairs:
         if old != new:
-            raise BadInput(key, got=new, needed=f"the source's {old}", fix=f"--{key} {'null' if old is None else old}")
+            value, got = (json.dumps(x) if x is None or isinstance(x, bool) else x for x in (old, new))
+            raise BadInput(key, got=got, needed=f"the source's {value}", fix=f"--{key} {value}")
 
 
 def _check_grown(before: Run, run: Run, settings: Settings) -> None:
