@@ -272,7 +272,7 @@ def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
     """Multiply each row by its gate. The memory of `rows_QD` may be overwritten."""
     if rows_QD.dtype == gate_Q.dtype:
         return rows_QD.mul_(gate_Q.unsqueeze(1))
-    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits: fp32 rows would need 3 times the memory traffic
+    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits, so that rows are not cast to fp32
     low_Q1 = (gate_Q.unsqueeze(1) - high_Q1).to(rows_QD.dtype)
     return (rows_QD * high_Q1).addcmul_(rows_QD, low_Q1)
 

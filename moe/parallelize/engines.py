@@ -197,7 +197,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             fix = Words("update each expert separately") if experts else all_of(whole)
             got = f"an optimizer that updates a part of {name} differently from the whole parameter"
             fixes = fix | "use an elementwise optimizer for that parameter"
-            raise BadInput(rule.key, got=got, needed=f"equal updates of a part and of the whole parameter, because {what}", fix=fixes)
+            raise BadInput(rule.key, got=got, needed=f"the same update of a part as in the whole parameter, because {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}

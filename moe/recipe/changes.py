@@ -40,7 +40,7 @@ def function_changes(before: Run, after: Run) -> list[Change]:
     """Return the changed keys that alter what the model computes, but not the parameters' shapes."""
     old, new = _function(before), _function(after)
     found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
-    by_model = before.experts.ffn is None and after.experts.ffn is None  # a change of model.ffn is already listed
+    by_model = before.experts.ffn is None and after.experts.ffn is None  # experts use model.ffn, and its change is already listed
     return [c for c in found if not (c.key == "experts.ffn" and by_model) and not (c.key == "router.bias_rate" and c.before is None)]
 
 

@@ -60,8 +60,9 @@ def in_parts(model: Transformer, run: Run, *, first: int) -> None:
 
 
 def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Return the sum of the ranks' partial results. regions: for each rank, parameter -> its slice. Each partial result gets its own view
-    of x and of the encoder's output, so that autograd also sums their gradients by rank. rest, named: the layer's other arguments."""
+    """Return the sum of the ranks' partial results. regions: for each rank, parameter -> its slice. Each rank's part gets its own view of x
+    and of the encoder's output, so that autograd sums their gradients within each part first, then over ranks. rest, named: the layer's
+    other arguments."""
     held = dict(layer.named_parameters())
     shares = []
     for region in regions:

@@ -48,7 +48,7 @@ class StageSums:
         """Return a context for a backward pass. pending: receives deferred weight gradients; None: the pass defers nothing. If gradients
         are reduce-scattered after each pass, units without deferred gradients, such as the embedding, are reduce-scattered at the context's
         end."""
-        # otherwise torch would free, at the end of the pass, the weights of units that the pass did not run, such as other stages' units
+        # mark all units as done: at the end of the pass, torch frees the weights of units that are not, such as other stages' units
         for group in self.groups:
             group._training_state = TrainingState.POST_BACKWARD
         self.model.set_requires_gradient_sync(not self.once and pending is None)

@@ -35,7 +35,7 @@ def _mix(x: Tensor, spare: Tensor) -> Tensor:
 def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tensor:
     """Return random numbers in [0, 1], fp32 [T, width]. Each depends only on key, position_T[t] and the number of its column. first: number
     of the first column."""
-    row_T = position_T.to(torch.int32) * -1640531527 + key  # neighbouring positions get distant numbers (golden ratio)
+    row_T = position_T.to(torch.int32) * -1640531527 + key  # neighboring positions get distant numbers (golden ratio)
     row_T = _mix(row_T, torch.empty_like(row_T))
     column_D = torch.arange(first, first + width, dtype=torch.int32, device=position_T.device) * 668265263
     out_TD = torch.empty(len(row_T), width, dtype=torch.float32, device=position_T.device)

@@ -93,8 +93,8 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of the tensor `key`. Reads one contiguous run of bytes for each index of the dims before the last dim in which
-        the box is smaller than the tensor."""
+        """Return a box of the tensor `key`. The dims after the last dim that the box cuts are whole, so each index of the dims before that
+        dim is one contiguous run of bytes."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():

@@ -135,8 +135,8 @@ def _stay(store: Any, size: int, *, until: float) -> None:
 
 
 def _ask(store: Any, rank: int, *, until: float) -> str:
-    """Ask rank 0 for the name that it gave to this start of the run (the prefix of the start's keys in torchrun's store). Return "" if
-    rank 0 does not answer in time. The question is a random number, which is part of the answer's key."""
+    """Ask rank 0 for the name of this start of the run, the prefix of the start's keys in torchrun's store. Return "" if rank 0 does not
+    answer in time. The answer's key contains the question, a random number, so an earlier start's answer is not read."""
     question = uuid.uuid4().hex
     store.set(f"asks/{rank}", question)
     while not store.check([f"told/{question}"]):

@@ -64,7 +64,7 @@ class Hierarchical(Dispatcher):
             busiest = min(load.busiest, targets / load.copies(targets))
             rows = Message(axis, "all_to_all", copies * load.row_bytes, ranks, stride, busiest=busiest)
             gates = rows._replace(handed=copies * 4 * load.choices)  # a gate is sent in fp32
-            places = gates  # a place (placement.py) is sent in int32, which has as many bytes as a gate
+            places = gates  # a place (placement.py) is int32, so places need as many bytes as gates
             counts.append(Message(axis, "counts", 8 * ranks * columns, ranks, stride))
             forward += [rows, gates, places, rows]
             backward += [rows, rows, gates]

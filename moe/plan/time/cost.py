@@ -213,10 +213,11 @@ class Spare:
 
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
-    """Return the spare time of a rank, computed from its last actions as if it never waited. After this rank's last backward pass, each
-    earlier rank computes another one, one rank after another; then rank 0 computes its remaining weight gradients. `others` is the sum of
-    these times, minus the time of this rank's own remaining weight gradients; 0 if the schedule keeps each stage on two ranks. If the
-    schedule splits backward passes, only their input gradients count here."""
+    """Return the spare time of a rank, as if the rank never waited in its last actions.
+
+    `others`: after the rank's last backward pass, each earlier rank computes one more, one rank after another; then rank 0 computes its
+    remaining weight gradients. This rank computes its own remaining weight gradients meanwhile, so their time is subtracted. If the
+    schedule splits backward passes, a pass here is only its input gradients. `others` is 0 if each stage is on two ranks."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)

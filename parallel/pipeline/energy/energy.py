@@ -209,7 +209,7 @@ class Graph:
         self.before: list[list[int]] = []
         self.transfers: list[int] = []
         self.transfer_time = transfer_time
-        # (stage, version) -> node of each S that its rank has reached -> vertices that this S needs
+        # (stage, version) of an S -> node of S on each replica's rank that has reached it -> vertices that this node needs
         self._reached: dict[tuple[int, int], dict[Node, set[int]]] = {}
         last: dict[tuple[str, int, int], int] = {}  # ("rank" or "S", rank, 0) or ("link", source, target) -> its last vertex so far
         arrives: dict[int, int] = {}  # number of the sending action -> vertex of its message
