@@ -196,7 +196,8 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
 
 
 CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]  # (logits [B, L, V], targets [B, L], cap or None) -> summed loss
-# (log-probabilities of targets [B, L]; function: tensor of this rank's own tokens -> tensor [B, L] of the targets' tokens) -> summed loss
+# (logp [B, L], select) -> summed loss. logp: log-probabilities of the targets of some tokens. select: function that returns the values of
+# these tokens, given a tensor of this rank's own tokens
 OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 

@@ -45,7 +45,7 @@ def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, 
     )
     return BadInput(
         "memory",
-        got=f"a prediction of {size(bound.least)} of tensors {bound.of}, {size(bound.over)} too much",
+        got=f"a prediction of {size(bound.least)} of tensors {bound.where}, {size(bound.over)} too much",
         needed=f"at most {size(bound.limit)}",
         fix=_fix(change, found, bound) | "--force starts the run anyway",
     )

@@ -187,8 +187,7 @@ def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
 
 
 def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
-    """Yield an Expected for each of `twins` as nested dicts, which processes can exchange. Each Bound has already made its first DRAWS runs
-    with random rounding."""
+    """Yield the Expected of each of `twins` as nested dicts, which processes can exchange. A Bound comes with its first DRAWS runs done."""
     for twin in twins:
         found = Expected.of(twin)
         while found.bound is not None and found.bound.drawn < DRAWS:

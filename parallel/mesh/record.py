@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
+_MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # float64 adds the tokens (Record.token) of MOST_RANKS ranks exactly
 _KEPT = 512  # number of collectives that a Lane keeps: the last ones of a group, to find the first in which ranks differ
 _BACKWARD = os.path.join("torch", "autograd", "graph.py")  # on a thread's stack in a backward pass; DDP may wait in it for other ranks
 

@@ -75,7 +75,7 @@ class Counted:
         return self.by_module[key]
 
     def wait(self, times: int = 1) -> None:
-        """Count a host synchronization."""
+        """Count `times` host synchronizations in the line of code that runs now."""
         self.now.waits[where()] += times
         self.waited += times
 

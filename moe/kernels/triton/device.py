@@ -74,7 +74,7 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
     if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere in this project
         n, k, warps = 64, 32, 4
     else:
-        # since Hopper, products read both operands from the larger shared memory, so registers have room for twice the sums
+        # with so much shared memory (from Hopper on), products read both operands from it: registers have room for twice the accumulators
         room = 2 if _shared_bytes(device) > 200 * 1024 else 1
         n = min(128 if epilogue else 256, 128 * room // products)
         k, warps = 64, 8 if m * n * products > 64 * 128 else 4

@@ -1,13 +1,15 @@
 """Finds the sets of degrees (pp, tp, sp, dp, ep) that can have the fastest plan: the first of two search rounds (planned.py).
 
-A set of degrees is judged by a lower bound of its fastest plan's step time. Only a few values of the other settings (FIRST) are tried, each
-plan with its fastest schedule. Memory is as with 1F1B; the other schedules of `Space` need at least as much. The sets are found in the
-order of their bounds. Once enough are found, the search ends at the first bound above the exact seconds of the fastest plan so far.
+Like the ranking (choose.py), the search is a best-first branch and bound. Each plan has a lower bound of its step time. The plan with the
+smallest bound takes its next step:
 
-    ideal time, without bubbles -> bound of the fastest schedule -> fits? -> bound with its recompute -> tighter bound -> a set is found
+    ideal time, without bubbles -> bound of the fastest schedule -> fits? -> bound with its recompute -> tighter bound -> add its set
 
-Like the ranking (choose.py), the search is a best-first branch and bound: the plan with the smallest bound takes its next step. Once a set
-is found, its other plans are skipped.
+So sets are added in the order of their bounds. Once a set is added, its other plans are skipped. Once there are enough sets, the search
+ends at the first bound above the exact seconds of the fastest plan so far.
+
+Of the settings other than degrees, plans have only a few values (FIRST). A plan is judged with its fastest schedule, but its memory with
+1F1B; the other schedules of `Space` need at least as much.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Prediction:
         if no limit is known."""
         known = []
         if self.place.limit_bytes is not None:
-            of = "on the fullest rank" if self.place.kind == "cuda" else "a rank (all ranks share this host's memory)"
-            known.append(Bound(self.least_bytes, self.place.limit_bytes, of))
+            where = "on the fullest rank" if self.place.kind == "cuda" else "a rank (all ranks share this host's memory)"
+            known.append(Bound(self.least_bytes, self.place.limit_bytes, where))
         if self.place.own_bytes is not None:
             known.append(
                 Bound(max(map(_held(self.place), self.even)), self.place.own_bytes, "on the fullest rank, under the ulimit of its process")
@@ -120,12 +120,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Bound:
-    """A memory limit. least: lower bound of the bytes that the run needs. limit: available bytes. of: text for messages that names the
-    ranks to which the limit applies."""
+    """A memory limit. least: lower bound of the bytes that the run needs. limit: available bytes. where: ranks to which the
+    limit applies, in words for messages."""
 
     least: float
     limit: float
-    of: str
+    where: str
 
     @property
     def over(self) -> float:

@@ -104,6 +104,7 @@ def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    # at `more`, each stage holds at least the gathered weights (FSDP) and the gradients that it holds at `less`
+    """Return whether `more` has at least as many micro-batches, gathered weights (FSDP) and gradients as `less` in each stage. A backward
+    action I counts as more than B or W."""
     holds = all(map(le, more.freed, less.freed)) and all(map(ge, more.gradients, less.gradients))
     return holds and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

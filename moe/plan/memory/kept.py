@@ -40,7 +40,7 @@ class Tokens:
 
 
 def tokens_of(network: Network, plan: Plan, stack: Stack) -> Tokens:
-    """Return the numbers of one micro-batch's tokens in the tensors of a rank."""
+    """Return the Tokens of a rank under this plan."""
     here, t = plan.microbatch * network.length / plan.sp, 1 if plan.tensor == "copied" else plan.tp
     cut = plan.tensor == "sliced" or plan.tensor in GRIDS
     between = here / t if cut else here

@@ -232,8 +232,8 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments) -> Callable[[Moment],
 
 
 def _freed(plan: Plan) -> tuple[bool, bool]:
-    """Return whether gradients of (dense, experts') parameters are freed between steps. DDP's buckets keep the gradients that are
-    all-reduced over all its ranks. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
+    """Return whether gradients of (dense, experts') parameters are freed between steps. Pipelines free all. DeepSpeed's stage 3 keeps
+    all in one buffer. DDP keeps those in its buckets: dense ones, and experts' if ranks hold the same copies of both (ep 1, etp = tp)."""
     kept = plan.kind.gradients
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)

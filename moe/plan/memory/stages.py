@@ -99,8 +99,8 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
 
 
 def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[StageBytes]) -> dict[_Key, Now]:
-    """Return a dict: key -> among the moments of a step with this key, the one with the most kept bytes (`Rank.candidates`). moments:
-    (micro-batches in flight, whether no B or W has ended yet)."""
+    """Return `Rank.candidates` of a rank with these stages. moments: points of the step, each as (micro-batches in flight, whether no B or
+    W has ended yet)."""
     found = dict[_Key, Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:
