@@ -41,7 +41,7 @@ RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured times of one collective: bytes -> microseconds. what: file names, for messages. kind: the collective, a value of KINDS.
+    """Measured times of one collective: bytes -> microseconds. what: file names, for errors. kind: the collective, a value of KINDS.
     ranks: number of ranks, on `nodes` nodes."""
 
     what: str

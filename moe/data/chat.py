@@ -243,7 +243,7 @@ def _texts(row: dict[str, Any], where: str, template: ChatTemplate | None) -> li
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]
     both = [row["chosen"], row["rejected"]]
-    if not isinstance(row.get("prompt"), type(row["chosen"])):  # no separate prompt: it is the messages at the start of both chats
+    if not isinstance(row.get("prompt"), type(row["chosen"])):  # no separate prompt: it is the common beginning of both chats
         given = [_messages(messages, where) for messages in both]
         same = next((n for n, (one, other) in enumerate(zip(*given, strict=False)) if one != other), min(map(len, given)))
         row, both = row | {"prompt": given[0][:same]}, [messages[same:] for messages in given]

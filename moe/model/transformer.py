@@ -244,7 +244,7 @@ class Transformer(nn.Module):
         return self.inner_sequences((self.whole_rows if self.halves else self.whole_sequences)(x_BL))
 
     def encoded(self, tokens_BS: Tensor) -> Tensor:
-        """Return the encoder's output for the tokens of unsharded texts: [B, S, D], for the argument `source_BSD` of `written`."""
+        """Return the encoder's output [B, S, D], which `written` takes as `source_BSD`. The tokens are not sharded over ranks."""
         blocks = list(self.layers[: self.config.decoder_begins])
         return self._encode(blocks, self._look_up(tokens_BS), Context.of(tokens_BS))[0]
 

@@ -195,7 +195,7 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
     return F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
 
 
-CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]  # (logits [B, L, V], targets [B, L], cap or None) -> summed loss
+CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]  # (logits [B, L, V], targets [B, L], logits' cap or None) -> summed loss
 # (logp [B, L], select) -> summed loss. logp: log-probabilities of the targets of some tokens. select: function that returns the values of
 # these tokens, given a tensor of this rank's own tokens
 OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]

@@ -88,7 +88,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     split would widen the tolerance.
     """
     one = alone(twin)
-    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # a split that CUTS lacks: dp * micro-batches of the case
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # `twin_of` sets this number only if CUTS lacks it
     yield one, "reference"
     yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)

@@ -89,7 +89,7 @@ def _refusal(made: Callable[[Choice], Case]) -> Callable[[Choice], BadInput | No
 
 
 def described(found: Covering) -> list[str]:
-    """Return lines of text: the number of pairs that occur in rows, and the refused pairs with the reasons."""
+    """Return lines of text: the numbers of tested pairs, rows and refused pairs, then the refused pairs with the reasons."""
     lines = [f"pairs of values: {len(found.met)} tested by {len(found.rows)} rows, each at least once; {len(found.refused)} are refused:"]
     by_reason: dict[str, list[Pair]] = {}
     for pair, refused in found.refused.items():

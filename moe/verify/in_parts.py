@@ -108,8 +108,8 @@ def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
 
 
 class _Alone:
-    """The head's interface to other ranks (`Others` in moe/nn/vocabulary.py) for one process: sends nothing, and makes the head multiply in
-    the blocks of a grid's ranks, so that it rounds as they do."""
+    """The head's interface to other ranks (`Others` in moe/nn/vocabulary.py) for one process: sends nothing. Its `product` multiplies in
+    blocks, and so rounds as a grid of `side` x `side` ranks does."""
 
     def __init__(self, side: int) -> None:
         self.product: Product | None = partial(_product, side=side)

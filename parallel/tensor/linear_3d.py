@@ -81,7 +81,7 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, into: Axis, out: Axis, depth: Axis, deep: int, wide: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x if any(ctx.needs_input_grad[6:]) else None, *weights_OI)
         ctx.weights, ctx.axes, ctx.deep, ctx.wide = weights_OI, (into, out, depth), deep, wide
-        # only a first product has several W: it gathers them along inputs (deep = 1), so y has each W's outputs in one piece
+        # a second product (deep = 0) gathers W along outputs. It has only one W: the outputs of several would be interleaved
         ctx.sizes = [len(weight) * (depth.size if deep == 0 and i < wide else 1) for i, weight in enumerate(weights_OI)]
         return apart(scattered_sum(F.linear(gathered(x, into), _matrix(ctx, weights_OI, x.dtype)), out), ctx.sizes)
 

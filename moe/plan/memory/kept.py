@@ -180,9 +180,10 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
     if late is None:
         return 0.0
     low = late.query_rank + late.key_rank
-    if stack.padded:  # a norm's input is a view of a projection's output; without a cast, all of this output is kept, rotary key too
-        whole = c * late.rotary_size if stack.norm <= c else 0
-        before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + whole
+    if stack.padded:
+        # a norm that does not cast keeps its input: for keys, a view of kv_down's output, so the rotary key is kept too
+        rotary = c * late.rotary_size if stack.norm <= c else 0
+        before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + rotary
     else:
         before = c * (low + late.rotary_size)
     more = late.rotary_size + (0 if late.query_rank else n.width) if plan.tp > 1 and plan.tensor != "copied" else 0

@@ -318,11 +318,11 @@ class _Moments:
         buckets are already full, because that many may be summed at the same time."""
         at_i, once, gradients, last = now
         fresh = self._missing(stage, gradients).total > 0
-        computes = fresh and not self._missing(stage, max(gradients, 1 if at_i else 2)).total  # this pass computes gradients of weights
+        completes = fresh and not self._missing(stage, max(gradients, 1 if at_i else 2)).total  # this pass makes all missing gradients
         last_reduced = NOTHING if once else self._reduced_last(stage)
         lasts: dict[tuple[LayerBytes, int], _AtWork] = {}
         first: dict[LayerBytes, _AtWork] = {}
-        gone, freed, to_come = 0.0, NOTHING, self._missing(stage, gradients, head=not computes)
+        gone, freed, to_come = 0.0, NOTHING, self._missing(stage, gradients, head=not completes)
         done = self.outside.head if stage.number == self.last and not self.network.tied else NOTHING
         full: list[_AtWork] = []
         before = last_reduced if not self.gathers else self.outside.head if stage.number == self.last else NOTHING
@@ -333,7 +333,7 @@ class _Moments:
                 first[of] = here
             if last and not full and done.total >= MOST_STARTED * self.stack.bucket_elements:
                 full.append(here)
-            if computes:
+            if completes:
                 to_come += of.elements.times(-1)
             done += of.elements
             gone, freed = gone + of.kept - at_i * of.pending, freed + of.gathered

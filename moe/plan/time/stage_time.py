@@ -99,8 +99,8 @@ def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, k
 
 
 def kinds_of(network: Network, plan: Plan) -> Kinds:
-    """Return the kinds of the pipeline ranks, with all stages of a rank counted together. If two ranks hold each stage, return the
-    kinds of the stages instead."""
+    """Return the Kinds of the pipeline ranks. The Kind of a rank counts the layers of all its stages. If two ranks hold each stage
+    (bidirectional schedules), return the Kinds of the stages instead."""
     where, chunks = placed(plan.schedule), plan.chunks
     if where == "both_ways":
         where, chunks = "line", 1

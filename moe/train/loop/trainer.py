@@ -148,7 +148,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         _announce_saves(job)
         last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
         unsaved = unsaved or due(run.train.save_every)
-        # no save after a skipped step: the weights may be damaged, and a save would remove an older, good checkpoint
+        # a save that is due waits while steps are skipped: weights may be damaged, and the save would remove an older, good checkpoint
         if last or flags or (unsaved and not counters.in_a_row):
             _save(job, wait=last or bool(flags))  # before the evaluation, so that a failed evaluation cannot lose these steps
             unsaved = False

@@ -153,7 +153,7 @@ class Sums:
         return torch.cat((*of_pass, *parts))
 
     def total(self, axes: Sequence[Axis], flag: Tensor | None = None) -> Numbers:
-        """Return the numbers summed over all ranks: over `divided` and `axes`, the mesh axes along which tokens or stages differ.
+        """Return the numbers summed over all ranks: over the axis `self.divided`, and over `axes`, along which tokens or stages differ.
         flag: float64 [1], whose sum over ranks is `Numbers.flags`. Collective."""
         return Numbers(sum_over_all(self.packed(flag), (self.divided, *axes)), self.expert_counts, self.tokens)
 

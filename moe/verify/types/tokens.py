@@ -56,7 +56,7 @@ def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int |
         if not valid and any(kept):
             yield "padding has a slot"
         for k, (expert, has) in enumerate(zip(chosen, kept, strict=True)):
-            # a choice without a slot is in the queue only if it must have asked for one: random second choices may not have asked
+            # queues have choices with a slot, and those that certainly asked for one: a random second choice without a slot may not have
             if valid and (has or (method.tokens_choose and not (k and spec.random_second))):
                 place = (k, position) if spec.queue == "choices_first" else (position, k)
                 queues.setdefault((position // each, expert), []).append((place, has))

@@ -132,8 +132,8 @@ class Comparison:
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
         """Return `seen`, the weights after the step, without the differences that are explained by the allowed errors of their gradients.
-        If only a sample of a weight is recorded, the last entry is the norm of all its elements. The explained difference of this norm is
-        extrapolated from the sample: it is the same fraction of the norm."""
+        If only a sample of a weight is recorded, the last entry is the norm of all its elements. The part of its difference that is
+        explained is (norm of the sample's explained differences / norm of the sample) times this norm."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or [] if s.part} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled, moved, squares = [], 0.0, 0.0
         for s in seen:
