@@ -74,7 +74,7 @@ class Constant:
     most: float = math.inf
 
     def largest(self, cluster: Cluster) -> float:
-        """Return the largest allowed x, the logarithm of the factor on this constant."""
+        """Return the logarithm of the largest factor by which the fit may multiply this constant."""
         return MOST if cluster.cores else min(MOST, math.log(self.most / self.value(cluster)))
 
 

@@ -219,9 +219,9 @@ def _busiest(made: Planned) -> list[str]:
 
 
 def _why(made: Planned, best: Ranked, *, top: int) -> list[str]:
-    """Return a line that compares the best plan with the next plan of other degrees: how much slower that plan is, and in which part of the
-    step. Only plans with the same `advice` as the best plan are compared. If there is no such plan: [], or, if as many plans as asked for
-    (`top`) are ranked, a line that says that all have the same degrees."""
+    """Return a line that compares the best plan with the next plan that has the same `advice` but other degrees: how much slower that plan
+    is, and in which part of the step. Without such a plan, return []. Exception: if `top` plans are ranked and all have the same degrees,
+    return a line that says this."""
     degrees = attrgetter("pp", "tp", "sp", "dp", "ep", "etp")
     others = [ranked for ranked in made.found.ranked[1:] if degrees(ranked.plan) != degrees(best.plan)]
     other = next((ranked for ranked in others if ranked.advice == best.advice), None)

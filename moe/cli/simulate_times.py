@@ -99,14 +99,15 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
-    """Raise BadInput if simulating a continuous pipeline would take too long. filled: number of batches until it is in steady state."""
+    """Raise BadInput if simulating a continuous pipeline would take too long. filled: number of batches to
+    simulate; the last one is measured, in steady state."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
-    # with at least as many micro-batches as stages, two batches fill the pipeline, and the third is measured
+    # three batches suffice if a batch has at least as many micro-batches as stages: two fill the pipeline, and the third is measured
     most = MOST_ACTIONS // max(3, batches)
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
-    got = f"{microbatches} on {counted(stages, 'stage')}; this continuous pipeline needs {counted(filled, 'batch')} to fill"
+    got = f"{microbatches} on {counted(stages, 'stage')}; this continuous pipeline needs {filled - 1} batches to fill, and 1 to measure"
     raise BadInput("--microbatches", got=got, needed=f"micro-batches x stages x batches of at most {MOST_ACTIONS:,}", fix=fix)
 
 

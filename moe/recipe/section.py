@@ -94,8 +94,8 @@ def takes_number(annotation: Any) -> bool:
 
 
 class Section(BaseModel):
-    """A section of a recipe. `class Muon(Section, alters="training", of="optimizer.kind=muon")` sets `alters` and `of` for all keys of
-    Muon."""
+    """A section of a recipe. `class Muon(Section, alters="training", of="optimizer.kind=muon")` gives all keys of
+    Muon these properties (see `Key`). A key's own `alters` replaces the section's; its own `of` is a further condition."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     all_keys: ClassVar[Key] = Key()  # properties that apply to every key of the section

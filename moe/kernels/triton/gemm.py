@@ -237,7 +237,7 @@ def back(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute the gradients of h and g, and gate * a, all [R, F], with a = activation(h) [* g] [* scale]. Also write `parts` [R, column
-    tiles] fp32: the dot product of a and its gradient in each column tile; their sum is the gradient of `gate`, the router's gates [T, K].
+    tiles] fp32: the dot product of a and grad w2^T in each column tile; their sum is the gradient of `gate`, the router's gates [T, K].
     `gate`, `parts`: None if rows are not combined. `scale`: dropout's factors. `choice`: index t K + k of each row's choice;
     None: `grad` has rows instead of tokens.
     """
@@ -270,8 +270,8 @@ def _back_half(
     grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F,
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Store `grad_h`, `grad_g` and `a_gated` (gate * a) of columns n_N. Return the dot product of a and its gradient over these columns,
-    for each row."""
+    """Store `grad_h`, `grad_g` and `a_gated` (gate * a) of columns n_N. Return, for each row, the dot product of a and `grad_MN`
+    (grad w2^T) over these columns."""
     corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:

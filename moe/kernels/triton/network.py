@@ -41,9 +41,9 @@ InOrder = Callable[..., Tensor] | None
 @dataclass(frozen=True)
 class Rows:
     """`number` rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: for each tile of `tile_rows`
-    rows its expert, its first row, and the end of the expert's rows. `plan`: given if the network's input and output are tokens, which are
-    gathered to rows and summed from rows; None: both are rows. `used_tiles` int32 [1]: number of tiles that have rows. `in_order`: see
-    InOrder.
+    rows its expert, its first row, and the end of the expert's rows. `plan`: the rows of each token, if the
+    network reads and returns tokens; None: it reads and returns rows. `used_tiles` int32 [1]: number of tiles that have rows. `in_order`:
+    see InOrder.
     """
 
     number: int

@@ -46,7 +46,7 @@ class Program:
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
     capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
-    # ranks that route together send each other counts of choices (operations), or each counts the gathered choices itself (kernels)
+    # if a group's tokens are on several ranks: each counts all ranks' choices itself (kernels), or counts are all-reduced (operations)
     router: Literal["kernels", "operations"] = "operations"
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert

@@ -78,7 +78,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
         parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
     if n.experts is None or index not in n.sparse_layers:
         count = stack.gated if n.gated else 1 if n.activation == "relu" else stack.plain
-        count -= not n.trains("dense") and count > 1  # the frozen last product does not need its input
+        count -= not n.trains("dense") and count > 1  # the last product's input, kept only for the gradient of its weight
         of_activation = min(count, stack.activation_of)
         parts["activation"] = c * of_activation * n.hidden * at.inside
         parts["network"] = c * (count - of_activation) * n.hidden * at.inside

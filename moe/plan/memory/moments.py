@@ -107,12 +107,12 @@ class _AtWork(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (gradients of weights) is later. once: no B or W of the
-    step has ended. gradients: which gradients of the stage exist: 0: none, 1: those that I computes (embedding, LoRA), 2: all. last: it
-    may be the rank's last backward pass of the step, in which only one micro-batch is in flight."""
+    """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (gradients of weights) is later. none_ended: no B or W of
+    the step has ended. gradients: which gradients of the stage exist: 0: none, 1: those that I computes (embedding, LoRA), 2: all. last:
+    it may be the rank's last backward pass of the step, in which only one micro-batch is in flight."""
 
     at_i: bool
-    once: bool
+    none_ended: bool
     gradients: int
     last: bool
 
@@ -198,7 +198,7 @@ class _Moments:
     def _moments(self, rank: Rank, held: Elements) -> Iterator[Moment]:
         """Yield all moments of a step that may be the rank's peak."""
         whole = self._gathered(held)
-        for (at_i, once, *_), now in rank.candidates.items():
+        for (at_i, none_ended, *_), now in rank.candidates.items():
             count, pending = now.in_flight.kept, now.in_flight.pending
             kept = sum([n * of.kept for n, of in zip(count, rank.stages, strict=True)])
             kept += sum([n * of.pending for n, of in zip(pending, rank.stages, strict=True)])
@@ -206,15 +206,15 @@ class _Moments:
             ends += sum([n * of.ends_pending for n, of in zip(pending, rank.stages, strict=True)])
             freed = [stage for stage, freed in zip(rank.stages, now.in_flight.freed, strict=False) if freed]
             fresh = sum(map(self._missing, rank.stages, self._gradients(rank, now, len(count))), NOTHING)
-            yield from self._at_loss(rank, fresh, kept, ends, whole, once=once)
-            last = sum(count) == len(count) == 1 and not at_i and (not once or self.plan.microbatches == 1)
+            yield from self._at_loss(rank, fresh, kept, ends, whole, none_ended=none_ended)
+            last = sum(count) == len(count) == 1 and not at_i and (not none_ended or self.plan.microbatches == 1)
             for at, (number, stage) in enumerate(zip(count, rank.stages, strict=True)):
                 if number or not at_i:
                     left = ends - (stage.of_loss - at_i * stage.ends_pending if number else 0.0)
                     others = sum([of.elements for of in freed if of is not stage], NOTHING)
                     gradients = self._gradients(rank, now, at)
                     rest = sum([self._missing(of, n) for of, n in zip(rank.stages, gradients, strict=True) if of is not stage], NOTHING)
-                    yield from self._in_stage(stage, held, kept, left, whole, rest, others, _Pass(at_i, once, gradients[at], last))
+                    yield from self._in_stage(stage, held, kept, left, whole, rest, others, _Pass(at_i, none_ended, gradients[at], last))
                     # the stage's first W has ended, and other micro-batches still wait for theirs
                     if at_i and self._missing(stage, max(gradients[at], 1)).total:
                         yield Moment("sums", kept - stage.kept, ends - stage.ends_kept, to_come=rest.trained)
@@ -222,7 +222,7 @@ class _Moments:
     def _gradients(self, rank: Rank, now: Now, at: int) -> tuple[int, ...]:
         """Return which gradients (0, 1 or 2, as in _Pass) each stage of the rank has when the stage at index `at` begins a backward pass.
         If these are not known: 2 for all stages; before the step's first B or W ends, 2 for stages after index `at`, 0 for the others."""
-        return now.in_flight.gradients or tuple([2 * (not now.once or i > at) for i in range(len(rank.stages))])
+        return now.in_flight.gradients or tuple([2 * (not now.none_ended or i > at) for i in range(len(rank.stages))])
 
     def _missing(self, stage: StageBytes, gradients: int, *, head: bool = True) -> Elements:
         """Return the parameters of a stage that have no gradient yet. gradients: 0, 1 or 2, as in _Pass. head: whether to count the
@@ -231,16 +231,18 @@ class _Moments:
             return NOTHING
         return stage.elements + self.outside.elements[stage.number == 0 and not gradients, stage.number == self.last and head]
 
-    def _at_loss(self, rank: Rank, fresh: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
+    def _at_loss(
+        self, rank: Rank, fresh: Elements, kept: float, ends: float, whole: dict[At, float], *, none_ended: bool
+    ) -> Iterator[Moment]:
         """Yield the moments "loss": before the backward pass of the layers. fresh: parameters that have no gradients yet. kept, ends: bytes
         that all micro-batches in flight keep, in layers and outside of them. whole: kind of moment -> bytes of gathered weights and
-        unreduced gradients with ZeRO stage 3. once: no B or W of the step has ended yet."""
+        unreduced gradients with ZeRO stage 3. none_ended: no B or W of the step has ended yet."""
         outside, plan = self.outside, self.plan
         named: dict[str, Any] = {"to_come": fresh.trained, "gathered": whole.get("loss", 0.0)}
         if rank.stages[-1].number == self.last:
             of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
             cast = plan.compute_bytes * outside.head.total if of_head else 0.0
-            behind = NOTHING if once else self._reduced_last(rank.stages[-1])
+            behind = NOTHING if none_ended else self._reduced_last(rank.stages[-1])
             yield Moment("loss", kept, ends + outside.loss + cast, work=outside.head_input, reducing=behind, **named)
             if self.network.ahead:  # backward pass of a layer of multi-token prediction
                 work = max([of.work for stage in rank.stages for of, _ in stage.kinds], default=0.0)
@@ -261,7 +263,7 @@ class _Moments:
     ) -> Iterator[Moment]:
         """Yield the moments of a stage's backward pass. held: parameters of the rank. rest: parameters of its other stages that have no
         gradient yet. others: parameters of its other stages with weights that FSDP has freed. kept, ends, whole: as for `_at_loss`."""
-        outside, (at_i, once, gradients, last) = self.outside, now
+        outside, (at_i, none_ended, gradients, last) = self.outside, now
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
         for of, gone, to_come, freed, behind, done in self._at_work(stage, now):
             work = of.work_of_i if at_i else of.work
@@ -284,10 +286,10 @@ class _Moments:
             to_come = (rest + after).trained
             yield Moment("sums", left, ends, work=work, to_come=to_come, waiting=tied, freed=others, reducing=scattered.times(2))
         if "head" in whole and stage.number == self.last:
-            yield Moment("head", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole["head"])
+            yield Moment("head", kept, ends, to_come=held.trained if none_ended else NOTHING, gathered=whole["head"])
         if "bucket" in whole:
-            yield Moment("forward", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole.get("forward", 0.0))
-            before = outside.elements[True, False] if once else NOTHING
+            yield Moment("forward", kept, ends, to_come=held.trained if none_ended else NOTHING, gathered=whole.get("forward", 0.0))
+            before = outside.elements[True, False] if none_ended else NOTHING
             full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
             yield Moment("bucket", kept - full * stage.kept, ends, to_come=before.trained, gathered=whole["bucket"])
         if stage.number == 0:
@@ -316,10 +318,10 @@ class _Moments:
         """Return the layers of a stage whose backward pass may be the peak: the last layer of each kind, and the first one if memory may
         grow during the pass. In the rank's last pass (now.last), also the layer nearest to the stage's end for which MOST_STARTED gradient
         buckets are already full, because that many may be summed at the same time."""
-        at_i, once, gradients, last = now
+        at_i, none_ended, gradients, last = now
         fresh = self._missing(stage, gradients).total > 0
         completes = fresh and not self._missing(stage, max(gradients, 1 if at_i else 2)).total  # this pass makes all missing gradients
-        last_reduced = NOTHING if once else self._reduced_last(stage)
+        last_reduced = NOTHING if none_ended else self._reduced_last(stage)
         lasts: dict[tuple[LayerBytes, int], _AtWork] = {}
         first: dict[LayerBytes, _AtWork] = {}
         gone, freed, to_come = 0.0, NOTHING, self._missing(stage, gradients, head=not completes)

@@ -53,11 +53,11 @@ class StageBytes(NamedTuple):
 
 
 class Now(NamedTuple):
-    """Point of the step at which a backward action begins and a rank's memory may have its peak. once: whether no B or W of the step has
-    ended yet. total: bytes that all micro-batches in flight keep."""
+    """A candidate for the peak of a rank's memory: the point of the step at which one of its backward actions begins. none_ended: whether
+    no B or W of the step has ended yet. total: bytes that all micro-batches in flight keep."""
 
     in_flight: InFlight
-    once: bool
+    none_ended: bool
     total: float
 
 
@@ -65,8 +65,9 @@ _Key = tuple[bool, bool, tuple[bool, ...], tuple[int, ...]]
 
 
 class Rank(NamedTuple):
-    """A pipeline rank. versions: number of weight versions that it keeps. candidates: key -> among the points of the step with this
-    key, the one with the most kept bytes. The key of a point is (in_flight.at_i, once, in_flight.freed, in_flight.gradients)."""
+    """A pipeline rank. versions: number of weight versions that it keeps. candidates: (in_flight.at_i, none_ended, in_flight.freed,
+    in_flight.gradients), fields of Now -> among the points of the step at which these fields have these values, the one with the most
+    kept bytes."""
 
     number: int
     versions: int
@@ -103,11 +104,11 @@ def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[Stage
     W has ended yet)."""
     found = dict[_Key, Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
-    for of, once in moments:
+    for of, none_ended in moments:
         total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
-        key = of.at_i, once, of.freed, of.gradients
+        key = of.at_i, none_ended, of.freed, of.gradients
         if key not in found or found[key].total < total:
-            found[key] = Now(of, once, total)
+            found[key] = Now(of, none_ended, total)
     return found
 
 

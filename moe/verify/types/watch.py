@@ -49,7 +49,8 @@ class Seen:
     sums: for each sum over ranks, in order: [ranks of the group, name and place of the call, hash of the input, whether the input is finite
         and has fractions]. Inputs without fractions are counts, which may rightly be equal on all ranks
     copies: [step, text such as "gradient of layers.0.norm", region as text, hash, whether all elements are equal or one is not finite]
-    flows: step -> key -> [hash of the pair (tensor, gradient), flow, sum of (x g)^2, sum of g^2] of each tensor
+    flows: step -> path of a module (for its output), name of a parameter, or INPUT -> for each tensor x with gradient g: [hash of (x, g),
+        flow (sum of x g), sum of (x g)^2, sum of g^2]. For a parameter, a unique number replaces the hash
     said: each step's numbers (loss, norms) as texts; laws.py checks that all ranks have the same texts
     norms: step -> norm of the gradients, times the loss scale
     choices: for each pass of a router, [step, router, tokens, length of a whole sequence, slots of an expert, number of experts]; slots:
