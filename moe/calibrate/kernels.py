@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), (1024, 768, 768), (2048, 2048, 1024))
 LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # for accelerators
 ATTENTION = (4, 4, 256)  # sequences, heads, positions
-HEADS = (32, 128)  # channels of a head
+HEADS = (32, 128)  # two head sizes, in channels
 STREAM_BYTES = 64 * 2**20  # size of each tensor with which memory bandwidth is measured: larger than the caches
 SECONDS = 0.15  # wall-clock seconds for which a call is repeated
 

@@ -84,7 +84,8 @@ def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) 
 
 
 def shared_rows(rows_ED: Tensor, *, parts: int) -> Tensor:
-    """Return router rows [E, D] in which all `parts` shards of a copy have the first shard's row, so that a token chooses them together."""
+    """Return router rows [E, D] in which the `parts` shards of each copy of the dense network have the row of its first shard, so that a
+    token chooses all of them or none."""
     expert_E = torch.arange(len(rows_ED))
     return rows_ED[expert_E - expert_E % parts]
 

@@ -200,7 +200,7 @@ def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
         raise BadInput(what, got=counted(count, "id"), needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
     ids, predicted = ids_of(columns, what, vocab_size=vocab_size)
     if not predicted[1:].any():  # the first id is never predicted, because no id precedes it
-        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="an id as at least one label after the first", fix=_NOTHING)
+        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="at least one id after the first label", fix=_NOTHING)
     found = np.full(max_length + 1, PADDING, dtype=np.int64)
     found[:count] = np.where(predicted, ids, marked(ids))
     return found

@@ -85,8 +85,8 @@ class Filling:
 
 
 class _Sums:
-    """Sums over steps of one layer's numbers. _squares: sum of all experts' squared deviations (load / fair share - 1). _last: the last
-    step's term of this sum. _echoes: sum of the products of an expert's deviations in consecutive steps."""
+    """Sums over steps of one layer's numbers. _squares: sum of all experts' squared deviations (load / fair share - 1). _last: what the
+    last step added to `_squares`. _echoes: sum of the products of an expert's deviations in consecutive steps."""
 
     def __init__(self, experts: int) -> None:
         self._load_E, self._before_E, self._steps = np.zeros(experts), np.zeros(experts), 0

@@ -197,7 +197,7 @@ def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Bound:
-    """Limits the deviation of 16-bit runs from the float64 twin's result, `exact`. drawn: number of runs with random rounding so far.
+    """Limits the deviation of runs from the float64 twin's result, `exact`. drawn: number of runs with random rounding so far.
     largest: name in NUMBERS, or of a parameter (for its gradient) -> largest relative deviation allowed.
     """
 
@@ -211,8 +211,9 @@ class Bound:
         return torch.finfo(DTYPES[self.twin.precision]).eps / 2
 
     def draw(self) -> None:
-        """Run the twin once more with random rounding, and raise the limits that this run exceeds. This run's limit is twice its deviation
-        (at least the unit roundoff), plus the rounding of the result itself, which is stored in fp32."""
+        """Run the twin once more with random rounding. A limit becomes twice this run's deviation (or the unit roundoff, if larger) plus
+        the rounding of stored results, unless it is higher already. This rounding is FP32_TOLERANCE for an fp32 twin, otherwise fp32's
+        unit roundoff."""
         rounding = Rounding(unit=self.unit, seed=self.drawn)
         stored = FP32_TOLERANCE if self.twin.precision == "fp32" else torch.finfo(torch.float32).eps / 2
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)

@@ -214,8 +214,8 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One rank of Colossal-AI's ring, if one process computes all ranks. rounds: for each trip around the ring, in order, the whole tensor
-    (keys or values) whose shards go around."""
+    """One rank of Colossal-AI's ring, in a process that computes all ranks in turn. rounds: the whole tensor (keys or values) of each
+    trip around the ring, in order; its shards go around."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

@@ -36,8 +36,8 @@ class Table:
             self._keep(_read(file))
 
     def _keep(self, before: dict[str, Any]) -> None:
-        """Copy the passed rows of `before`, the table in the file. Raises BadInput if it has another device, or passed rows of
-        cases that are not chosen."""
+        """Keep the rows of `before`, the file's table, whose cases passed. Raises BadInput if the table is of another device, or if such a
+        row is of a case that is not chosen."""
         if (made := before.get("device")) != self.device:
             got, needed = f"a table of --device {made or 'none'}", f"rows of --device {self.device or 'none'}"
             raise BadInput("--go_on", got=got, needed=needed, fix="give the same --device, or another --json FILE")

@@ -109,7 +109,7 @@ def _matrices(network: Network, plan: Plan, sparse: bool) -> Elements:
         return found + _matrix(n, network_elements(n, n.hidden, gated=n.gated) / t, "dense") + dense(n, biases, "dense")
     of_router = n.width * (e.count + e.free) * (1 + e.router.noise) + (e.count + e.free) * e.router.vectors
     found += dense(n, of_router, "router") + dense(n, n.width * e.router.norm, "router", "norms")
-    found += _matrix(n, network_elements(n, e.shared_hidden, gated=e.gated), "dense")  # whole on each tp rank: they divide tokens
+    found += _matrix(n, network_elements(n, e.shared_hidden, gated=e.gated), "dense")  # whole on each tp rank: only tokens are split
     found += dense(n, n.width * e.gates, "dense")
     held = e.count / (plan.ep * plan.etp)
     matrices, of_experts = held * network_elements(n, e.hidden, gated=e.gated), held * e.hidden * (2 if e.gated else 1) * e.biases

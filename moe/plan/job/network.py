@@ -255,7 +255,7 @@ class Network:
 
     @property
     def head(self) -> Literal["embedding", "head"]:
-        """The part in moe/recipe/frozen.py to which the head's matrix belongs."""
+        """Key of PARTS (moe/recipe/frozen.py) for the head's matrix, which is the embedding table if tied."""
         return "embedding" if self.tied else "head"
 
     def freezes(self, *parts: str) -> bool:

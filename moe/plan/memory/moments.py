@@ -296,7 +296,7 @@ class _Moments:
             # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
             wide = FP32_BYTES if self.stack.casts and not self.gathers else self.plan.compute_bytes
             size = wide * (2 if tied else 1) * outside.embedding.trained.dense
-            # gradients of other stages may be missing, and after an I those of this stage's layers
+            # gradients that may not exist yet: those of other stages and, after an I, of this stage's layers
             to_come, sharded = (rest + after).trained + Elements(tied if gradients < 2 else 0.0), whole.get("embedding", 0.0)
             summed = stage.elements.trained if last else NOTHING
             yield Moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others, summed=summed)

@@ -27,9 +27,12 @@ from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
-# key of a task: (kind, number, index of the part). The number of a FORWARD or BACKWARD is that of its operator; of a FETCH or RETURN, that
-# of its edge; of a SUM and the JOIN before it, the index of the parameter among the inputs of all operators. A JOIN before a FETCH or
-# RETURN has a number above all these indices, which differs for each edge and direction.
+# key of a task: (kind, number, index of the part). The number is:
+#     FORWARD, BACKWARD  the operator's
+#     FETCH, RETURN      the edge's
+#     SUM                the parameter's (`input_number`)
+#     JOIN               before a SUM: the parameter's (and the index is the region's, not the part's);
+#                        before a FETCH or RETURN: above all parameters', another one for each edge and direction
 Key = tuple[int, int, int]
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
 FINE_S_PER_BYTE = 1e-9  # penalty: seconds added for each byte above a device's memory, 1 ms a MB as in FlexFlow

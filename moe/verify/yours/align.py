@@ -267,9 +267,9 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
 
 
 def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]]) -> list[Piece | None]:
-    """Return the pieces `own`, one for each rank, with full rows. whole: the single process's tensor. readers: groups of ranks with the
-    same samples. If tensor parallelism has spread chunks of the last dim over such a group, its first rank gets the joined tensor, and the
-    others get None."""
+    """Return `own`, each rank's piece, with joined chunks: if tensor parallelism has spread chunks of the last dim over ranks with the same
+    samples, the first of these ranks gets the joined tensor, and the others get None. whole: the single process's tensor. readers: groups
+    of ranks with the same samples."""
     full = list(own)
     for ranks in readers:
         held = [piece for rank in ranks if (piece := own[rank]) is not None and piece.whole == piece.shape and piece.shape]
