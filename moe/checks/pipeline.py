@@ -17,7 +17,7 @@ def check_pipeline(run: Run) -> None:
     if pp == 1:
         _check_without_stages(run)
         return
-    # with pipeline.layers, the first stage may have only the embedding, and the last only the head: two stages more than layers
+    # pipeline.layers allows at most two ranks without layers: one with only the embedding, and one with only the head
     if pp > layers + (0 if run.pipeline.layers is None else 2):  # checked before `schedule_of`, which is slow for thousands of ranks
         fewer = fewer_ranks(run.pipeline.schedule, layers)
         fix = Set("degrees.pp", *range(fewer, max(0, fewer - 16), -1), said=f"{fewer} or less") | "add layers"

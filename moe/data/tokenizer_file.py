@@ -73,7 +73,7 @@ def _content(named: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _unusable(got: str) -> BadInput:
     needed = "the tokenizer.json of a byte-level BPE, or of SentencePiece's BPE with byte_fallback"
-    return BadInput("data.tokenizer", got=got, needed=needed, fix="give another tokenizer.json" | Set("it", "bpe"))
+    return BadInput("data.tokenizer", got=got, needed=needed, fix="give another tokenizer.json" | Set("data.tokenizer", "bpe"))
 
 
 def chat_of(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:

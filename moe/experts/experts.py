@@ -188,7 +188,7 @@ class Experts(nn.Module):
             return summed(self.tiles, x, one_tile)
         network, kernels = self._network(weights), self.kernels
         if network.adapters or self.blocks:
-            # the first product of each new shape takes much longer than later ones (moe/kernels/grouped.py), so counts are rounded up to 32
+            # On a CPU, the first 16-bit product of each new shape is slow (moe/kernels/grouped.py). So pad to multiples of 32 rows.
             new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"
             kernels = ByProduct(kernels, partial(_with_adapters, network, self.scale), unit=32 if new_shapes_are_slow else 1)
         if isinstance(counts, Routed):

@@ -64,7 +64,7 @@ def removed(out: Path, token: str) -> Iterator[Path]:
         yield empty(out, token)
     finally:
         delete(out / NAME, token)
-        delete(Path(f"/proc/self/fd/{opened}", NAME), token)  # Linux: the folder itself, under any name
+        delete(Path(f"/proc/self/fd/{opened}", NAME), token)  # Linux: the same folder, even if renamed
         os.close(opened)
 
 

@@ -180,8 +180,9 @@ class Transformer(nn.Module):
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
-        # three functions that parallelism replaces. whole_sequences: gathers sequences from the ranks' shards. whole_rows: the same if
-        # a sequence is the encoder's tokens, then the decoder's. inner_sequences: returns the sequences that this rank's attention computes
+        # Functions that parallelism replaces. whole_sequences: gathers sequences (of an encoder-decoder, the decoder's) from the ranks'
+        # shards. whole_rows: the same for sequences that consist of the encoder's tokens and then the decoder's. inner_sequences: returns
+        # the sequences that this rank's attention computes.
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL
         self.whole_rows = self.whole_sequences
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL

@@ -171,7 +171,7 @@ def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int 
 
 
 def _kind(run: sections.Run) -> str:
-    """Return the recipe's key of TENSOR."""
+    """Return the key of TENSOR for the recipe: its kind of tensor parallelism."""
     kind = f"{run.tensor.kind} sliced" if run.tensor.sequence_parallel else run.tensor.kind
     return kind if run.degrees.tp > 1 else "copied"
 

@@ -87,7 +87,7 @@ class Schedule:
 
     homes: for each stage one rank, or several ranks if the stage has replicas, which train different micro-batches.
     microbatches: number in all batches of the schedule together. microbatches_per_update: number of micro-batches whose gradients one
-    update (U) applies. pairs: the node of each F that runs as one block with the next action, a B. The block waits for both inputs, and
+    update (U) applies. pairs: position of each F that runs as one block with the next action, a B. The block waits for both inputs, and
     sends both results at its end."""
 
     name: str

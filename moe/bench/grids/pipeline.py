@@ -90,8 +90,8 @@ def _time(mesh: Mesh, schedule: Schedule, steps: int) -> list[dict[str, Any]]:
     action, such as "F0" for the forward pass of stage 0 -> mean seconds.
     """
     axis = mesh.axis("pp")
-    # A rank divides PASS_S among its stages. If stages have copies on several ranks (chimera), each takes PASS_S: a micro-batch then uses
-    # only one stage of a rank.
+    # A rank sleeps PASS_S for a micro-batch, divided equally among its stages. In chimera, where stages have copies on several ranks, a
+    # micro-batch passes only one of a rank's stages, which therefore takes all of PASS_S.
     share = 1.0 if len(schedule.homes[0]) > 1 else schedule.num_ranks / schedule.num_stages
     stages: dict[int, nn.Module] = {stage: Asleep(WIDTH, PASS_S * share) for stage in range(schedule.num_stages)}
     runtime = runtime_for(schedule, mesh, stages)

@@ -262,7 +262,7 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 
 def deepspeed_autoep(case: LayerCase) -> Pass:
     """The layer by which DeepSpeed's AutoEP replaces transformers' Mixtral block, built without AutoEP's engine."""
-    # the engine of DeepSpeed 0.19.8 fails with transformers 5.23
+    # AutoEP's engine in DeepSpeed 0.19.8 fails with transformers 5.23
     names = ("auto_ep", "auto_ep_config", "auto_ep_layer")
     auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}", case.device) for name in names)
     from transformers import MixtralConfig, MixtralForCausalLM

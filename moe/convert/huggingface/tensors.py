@@ -39,9 +39,9 @@ _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a parameter in the files. `key`: key of the file's tensor that contains the parameter. `expert`: index of the
-    expert that has the parameter; None: no expert. `row`: says whether the parameter is transposed in the file, and whether it is one half
-    of the file's tensor."""
+    """Location of a parameter in the files. `row`: the Row for this parameter in families.py; it says whether the parameter is transposed
+    in the file, and whether it is one half of a tensor. `key`: key of the file's tensor that contains the parameter. `expert`: index of the
+    parameter's expert; None: it belongs to no single expert."""
 
     row: Row
     key: str

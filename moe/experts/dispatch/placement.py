@@ -15,7 +15,7 @@ from functools import lru_cache
 from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
 
-Placement = tuple[int, ...]  # number of the expert at each place
+Placement = tuple[int, ...]  # placement[i]: index of the expert at place i
 
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:

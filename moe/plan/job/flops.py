@@ -242,7 +242,7 @@ def counted_training(run: sections.Run) -> float:
     """
     m = run.model
     counted = size(run).training
-    if m.kind == "encoder_decoder":  # `size` leaves out only the pairs that the decoder's causal self-attention masks
+    if m.kind == "encoder_decoder":  # add the pairs that `size` leaves out: those masked in the decoder's self-attention
         written = m.target_length
         unseen = 4.0 * (written - 1) / 2 * core_width(m) * written / m.read_length
         return counted + 3 * (m.num_layers - m.decoder_begins) * unseen

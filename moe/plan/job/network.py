@@ -171,7 +171,7 @@ class Network:
     sparse_layers: tuple[int, ...] = ()  # indices of the layers with experts instead of a dense network
     latent: Latent | None = None
     adapters: Adapters | None = None
-    frozen: tuple[str, ...] = ()  # parts in moe/recipe/frozen.py that are not trained in any layer
+    frozen: tuple[str, ...] = ()  # keys of PARTS (moe/recipe/frozen.py) that are frozen in the whole network
     frozen_layers: tuple[int, ...] = ()  # indices, in the whole model, of layers that are not trained; () in the encoder's Network
     ahead: int = 0  # number of depths of multi-token prediction: further tokens that each token predicts
     core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers

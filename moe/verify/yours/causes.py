@@ -252,9 +252,9 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
 
 
 def _cut_in_one(of: Comparison, key: Key) -> str:
-    """Return text if a fused weight, such as q, k and v, was cut over ranks in one piece instead of block by block; "" otherwise. key: the
-    wrong input of a module. A weight in the same parent counts as fused if it has 2 or 3 times as many rows as the module's weight has
-    columns."""
+    """Return a text if a fused weight (such as q, k and v) was cut over ranks in one piece instead of block by block; otherwise "".
+    key: the wrong input of a module. The fused weight is found by its size: it is inside the same parent module, and has 2 or 3 times as
+    many rows as the module's weight has columns."""
     cuts = {name: cut for name in _weights_in(of, key.name.rpartition(".")[0]) if (cut := _cut_of(of, name)) is not None}
     dim, size, _ = cuts.get(f"{key.name}.weight", (0, 0, 0))
     for name, (other, rows, blocks) in cuts.items() if dim else ():
