@@ -17,11 +17,12 @@ def check_pipeline(run: Run) -> None:
     if pp == 1:
         _check_without_stages(run)
         return
-    # pipeline.layers allows at most two ranks without layers: one with only the embedding, and one with only the head
-    if pp > layers + (0 if run.pipeline.layers is None else 2):  # checked before `schedule_of`, which is slow for thousands of ranks
+    bare = 0 if run.pipeline.layers is None else 2  # ranks without layers: one with only the embedding, and one with only the head
+    if pp > layers + bare:  # checked before `schedule_of`, which is slow for thousands of ranks
         fewer = fewer_ranks(run.pipeline.schedule, layers)
         fix = Set("degrees.pp", *range(fewer, max(0, fewer - 16), -1), said=f"{fewer} or less") | "add layers"
-        raise BadInput("degrees.pp", got=pp, needed=f"at most one stage a layer: model.num_layers={layers}", fix=fix)
+        more = " and two without layers, as pipeline.layers allows" if bare else ""
+        raise BadInput("degrees.pp", got=pp, needed=f"at most one stage a layer{more}: model.num_layers={layers}", fix=fix)
     schedule = schedule_of(run)
     layers_of(run, schedule)
     _check_sharding(run, schedule)
