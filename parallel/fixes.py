@@ -123,7 +123,7 @@ class Nproc(Fix):
 
 @dataclass(frozen=True)
 class Words(Fix):
-    """A text that describes `change` ("did you mean 1f1b?"), or that changes nothing ("check the spelling")."""
+    """A fix in free text ("check the spelling"). change: what it means as another fix ("did you mean 1f1b?" sets a key); None: nothing."""
 
     text: str
     change: Fix | None = None

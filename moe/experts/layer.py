@@ -215,10 +215,9 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
 
 
 def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shards: Shards | None) -> dict[str, Tensor]:
-    """Return loss name -> fp32 scalar over the spec's balance_scope, not yet multiplied by the loss's weight; 0 for a loss that is not
-    computed. Without context.whole_step, the micro-batch counts as the global batch. Collective if ranks share groups of
-    tokens (`shards`).
-    """
+    """Return loss name -> fp32 scalar, not yet multiplied by the loss's weight; 0 for a loss that is not computed. z is a mean over this
+    rank's tokens; the others are computed over the spec's balance_scope. If that is global_batch and context.whole_step is None, they are
+    computed over this rank's micro-batch. Collective if ranks share groups of tokens (`shards`)."""
     num_experts, none = routing.probs_TE.shape[1], routing.probs_TE.new_zeros(())
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
     expert_TK = (routing.expert_TK if routing.load_TK is None else routing.load_TK)[:, :choices]

@@ -107,7 +107,8 @@ class Rank:
 
 
 def wait(ranks: list[Rank], wait_s: float) -> None:
-    """Wait until a rank ends, at most `wait_s` seconds, and then read its exit code quickly, before its launcher collects it (waitpid)."""
+    """Wait until a rank ends, at most `wait_s` seconds, then `look` at all ranks without delay: a rank's exit code can only be read
+    until its launcher, the parent process, calls waitpid."""
     for rank in ranks:
         if rank.pid and rank.handle is None and rank.ended_at is None and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # the rank has ended, or the kernel has no pidfd

@@ -73,7 +73,7 @@ def prepare(run: Run, say: Callable[[str], None]) -> None:
         from parallel.data.deepspeed import compile_async_io
 
         compile_async_io(say)
-        give_freed_memory_back()  # returns freed memory to the system, which takes little time compared with the disk
+        give_freed_memory_back()  # makes free() slower, but by little compared with the transfers to the disk
 
 
 def offload_of(settings: sections.Offload) -> Offload:

@@ -49,8 +49,9 @@ def lasting(
 ) -> Callable[[Sequence[Window], Run], Found | None]:
     """Return a rule's function `find`: it returns a finding if the condition `shown` holds in the last LASTING windows, else None. when:
     returns whether the condition can hold for a recipe. after: windows count from the start, after the warm-up, or after the warm-up and
-    the first part of training. mends: True if a balance loss or bias may mend the fault. There is then no finding while the value falls,
-    nor before the learning rates allow large logits (AdamW moves a logit by about lr * d_model in a step)."""
+    the first part of training. mends: True if a balance loss or bias may mend the fault. There is then no finding while the value falls.
+    If the router is trained with such a loss or bias, the first part of training also lasts longer, at least until logits can have moved
+    by 10 (AdamW moves a logit by about lr * d_model in a step)."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):

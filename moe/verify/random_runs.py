@@ -3,8 +3,8 @@ reference implementation in twin.py.
 
     draw a recipe -> apply fixes until it is accepted -> train it on ranks -> compare with the twin -> if it fails: shrink and print it
 
-Shrinking searches for the smallest recipe that still fails. The same --seed and --nproc give the same recipes. The loss, all gradients, the
-gradient norm, the update and the losses of three steps are compared.
+Shrinking searches for the smallest recipe that still fails. The same --seed and --nproc give the same recipes. The comparison covers the
+loss, the gradients, their norm and the update of the first step, and the losses of all three steps.
 """
 
 from __future__ import annotations

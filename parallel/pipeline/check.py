@@ -73,8 +73,8 @@ class ActionGraph:
         return [m for m in (self.source[n], *self.more.get(n, ())) if m != NONE and self.target[m] == self.ranks[n]]
 
     def sent(self, n: int) -> list[int]:
-        """Return the actions with results that are sent to other ranks when action n ends: n, if another rank needs its result. In a pair,
-        F sends nothing when it ends, and B sends the results of both."""
+        """Return the actions whose results are sent to other ranks when action n ends: n, if another rank needs its result. For an F of
+        `pairs`, return nothing; for the B that follows it, those of the two that other ranks need."""
         ended = () if n in self.pairs else (n - 1, n) if n - 1 in self.pairs else (n,)
         return [m for m in ended if self.target[m] != NONE]
 

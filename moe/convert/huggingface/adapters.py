@@ -31,9 +31,9 @@ _PREFIX = "base_model.model."  # prefix of modules' names in PEFT's model
 
 def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, base: str | None) -> int:
     """Write the LoRA adapters of the run that `reader` reads, in fp32, and PEFT's configuration; return the number of tensors. `base`: name
-    of the imported transformers model; the configuration names it if the adapters were trained on that model unchanged. PEFT's files have
-    only pairs of matrices for modules. So BadInput is raised for adapters of experts that share a tensor in the model's files, and if
-    training changed the routers' selection biases."""
+    of the imported transformers model; the configuration names it if the adapters were trained on that model unchanged. Raises
+    BadInput for what PEFT's files cannot store: adapters of experts, if the model's files have several experts in one tensor, and selection
+    biases of routers, if training changed them."""
     for name, shape in reader.names(EXTRA).items():
         now, before = (one.region(name, EXTRA, tuple(slice(0, size) for size in shape)) for one in (reader, reader.base))
         if not torch.equal(now, before):

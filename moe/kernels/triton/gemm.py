@@ -22,7 +22,7 @@ from moe.kernels.triton.moves import INTERPRETED, put, rounded
 
 @triton.jit
 def dot(a_MK, b_KN, sum_MN):
-    """Add the product of two blocks to fp32 sums, exactly as fp32 would, without TF32."""
+    """Add the product of two blocks to fp32 sums. fp32 elements are not rounded to TF32."""
     if INTERPRETED:  # the interpreter handles bf16 as raw bits only; products of two bf16 are exact in fp32
         a_MK, b_KN = a_MK.to(tl.float32), b_KN.to(tl.float32)
     return tl.dot(a_MK, b_KN, sum_MN, input_precision="ieee")

@@ -179,7 +179,7 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
         begin_R += tl.sum(tl.where(ended_RN, count_N[None, :], 0), axis=1)
         end += tl.sum(count_N, axis=0)
     mine_R = passed_R % P * B + passed_R // P
-    # pairs in the order of arrival, (source, bin): subtract the number of rows before the row's pair from begin_R
+    # pairs sorted by (source, bin), the order of arrival: subtract from begin_R the number of rows that arrived before the row's pair
     for first in range(0, P * B, BLOCK_N):
         pair_N = first + tl.arange(0, BLOCK_N)
         count_N = tl.load(counts + pair_N, mask=pair_N < P * B, other=0).to(tl.int32)

@@ -157,7 +157,7 @@ def _in_flight(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[
 
 
 class _Moments:
-    """Computes the moments of a step on each rank."""
+    """Lists the moments of a step (top of this file) on each rank."""
 
     def __init__(self, stages: Stages) -> None:
         self.sizes, self.outside, self.gathers, self.last = stages, stages.outside, stages.gathers, stages.last

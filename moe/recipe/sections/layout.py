@@ -63,9 +63,9 @@ class Sharding(Section, alters="cost"):
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
-        """Return the engine that runs: the one that sharding.engine names (auto: `named`), or its replacement. With pp > 1, `with_stages`
-        replaces an engine that does not support pipeline stages. With sharding.engine auto, `unless_flat` replaces an engine whose
-        optimizer must update flat ranges of fp32 elements. flat: whether the optimizer can do so."""
+        """Return the engine that runs: the one that sharding.engine names (auto: `named`), or the replacement that its EngineKind names:
+        `with_stages` if pp > 1, or `unless_flat` if sharding.engine is auto and `flat` is False. flat: whether the optimizer can update
+        flat ranges of fp32 elements."""
         chosen = ENGINES.get(self.engine, self.named)
         other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen

@@ -133,10 +133,10 @@ class Auditor:
         return True
 
     def _differences(self, grads: list[Held], mine: Tensor, hashes: dict[str, int], seen: Sequence[Pass]) -> list[str]:
-        """Return texts for messages: the first layer that differs from the previous pass, with its ranks; if no layer does, the gradients
-        that differ. Return [] if this pass agrees with an earlier pass and the ranks' copies of gradients are equal. Collective. grads:
-        this rank's summed gradients. mine: hashes of `grads`, then a hash of the step's numbers. hashes: of this pass's layer outputs and
-        their gradients (`layer_hashes`). seen: the earlier passes."""
+        """Return [] if this pass equals an earlier pass in `seen`, and the ranks' copies of gradients are equal. Otherwise return texts for
+        a message: the first layer that differs from the previous pass; if none, the gradients that differ from it; if none, the copies that
+        differ, or "the step's numbers". Collective. grads: this rank's summed gradients. mine: hashes of `grads`, then a hash of the
+        step's numbers. hashes: of this pass's layer outputs and their gradients (`layer_hashes`)."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
         if not copies and not all(differs):

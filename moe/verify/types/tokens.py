@@ -87,9 +87,9 @@ def _gates(tokens: dict[int, Token], flags: list[list[Any]], computing: int) -> 
 def _balance(
     spec: RouterSpec, experts: int, tokens: dict[int, Token], sums: list[tuple[Any, ...]], scale: float, bound: float
 ) -> Iterator[str]:
-    """Yield a line for each broken law of the balance loss. sums: for each pass, (hash of its tokens, then three lists with an entry for
-    each expert: sum, minimum and maximum over tokens of its probability's gradient; only the sum for a pass without tokens).
-    scale: loss scale. bound: as in `of_tokens`."""
+    """Yield a line for each broken law of the balance loss. sums: for each pass, (hash of its tokens, sum_E, minimum_E, maximum_E),
+    over tokens, of the gradient of each expert's probability; (hash, sum_E) for a pass without tokens. scale: loss scale. bound: as in
+    `of_tokens`."""
     once = {name: sum_E for name, sum_E, *_ in sums}  # ranks with the same tokens count once
     whole = [sum(column) for column in zip(*once.values(), strict=True)] or [0.0] * experts
     total = spec.balance_weight * experts * scale
