@@ -160,9 +160,9 @@ def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, s
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Compute tree_us from the latency fitted to `found`, the times of an all-reduce with `here` ranks on each node. Return (`between` with
-    this value, beginning of the note for the cluster file's `sources`). A cluster file has one bandwidth for all-reduces and gathers.
-    `_gathers` sets it, so the all-reduce's bandwidth is only written into the note."""
+    """Fit between.tree_us, the latency of one step of a tree, to `found`, the times of an all-reduce with `here` ranks on each node. Return
+    (`between` with this value, beginning of the note for the cluster file's `sources`). Between nodes, a cluster file has one bandwidth for
+    all-gathers and all-reduces. `_gathers` sets it, so the all-reduce's bandwidth is only written into the note."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
@@ -170,7 +170,7 @@ def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
     return replace(cluster.between, tree_us=tree_us), source
 
 
-# collective -> function that fits its values of `between`. Applied in this order, because _exchanges reads the share that _gathers sets
+# collective -> function that fits its values of `between`, in the order of the calls: _exchanges reads between.share, which _gathers sets
 BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums}
 
 

@@ -95,8 +95,8 @@ def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: O
 
 
 def _refused(change: Fix, run: Run, world: int, origins: Origins) -> BadInput | None:
-    """Return the error that the recipe has after `change`, made as on the command line; None if the changed recipe is accepted. origins:
-    key -> origin of its value before the change."""
+    """Return the error that the recipe has after `change`, or _NO_EFFECT if nothing changes; None if the changed recipe is accepted. Keys
+    that `change` sets count as given on the command line. origins: key -> origin of its value before the change."""
     try:
         changed, processes = build_run(applied(change, run.model_dump())), nproc(change, world)
         if changed == run and processes == world:

@@ -38,8 +38,9 @@ def joined(networks: Sequence[Network]) -> Network:
 
 
 def shards(network: Network, count: int, *, parts: int) -> list[Network]:
-    """Return `count` experts. Expert e has the hidden units of shard e % parts of `network`. A token chooses all `parts` shards of a copy
-    together, so each shard gets only 1 / parts of the copy's gate. To make up for that, w2 of each shard is multiplied by `parts`."""
+    """Return `count` experts. Expert e has the hidden units of shard e % parts of `network`, so every `parts` consecutive experts together
+    are a copy of it. A token chooses all experts of a copy or none, each with 1 / parts of the copy's gate. To make up for that, w2 of each
+    expert is multiplied by `parts`."""
     size = network["w1"].shape[1] // parts
 
     def shard(number: int) -> Network:

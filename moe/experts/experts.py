@@ -168,7 +168,7 @@ class Experts(nn.Module):
         if count == 1:
             return [None]
         each = len(self.held) // count
-        if self.num_tiles > 1:  # no views: under FSDP and ZeRO-3, a tile's weights exist only in the tile's forward pass
+        if self.num_tiles > 1:  # under FSDP and ZeRO-3, a tile's weights exist only in its forward pass, so there is nothing to view here
             return [slice(i * each, (i + 1) * each) for i in range(count)]
         return [*self._read().split(each)]
 

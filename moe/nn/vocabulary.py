@@ -52,7 +52,7 @@ class Others(Protocol):
         """Return the tokens that this rank must look up in its rows: its own `tokens`, and the tokens of the ranks that hold other rows."""
 
     def columns(self, weight: Tensor) -> Tensor:
-        """Return a tile's rows with all columns that the look-up needs, gathered if ranks hold shards of the columns."""
+        """Return the matrix in which the look-up reads rows: `weight` (a tile's rows), in 3D with its columns gathered over depth."""
 
     def rows(self, found: Tensor) -> Tensor:
         """Sum the rows found by all ranks and return the rows of this rank's tokens. `found` is zero for rows of other ranks."""

@@ -94,8 +94,8 @@ def in_our_words(key: str, value: Any) -> Any:
 @cache
 def _nearest(word: str, flags: tuple[str, ...]) -> str:
     """Return the name in the tables that `word` means: `word` itself, or the most similar name. Return "" if no name is similar, or if a
-    key or flag of moe is more similar. A word with a dot is not compared with similar names, but an underscore may replace the dot
-    (checkpoint.every: checkpoint_every), unless moe has a section with the name before the dot."""
+    key or flag of moe is more similar. A word with a dot is only looked up: as it is, then with _ for the dot (checkpoint.every:
+    checkpoint_every) unless a recipe has a key or section with the name before the dot. If it is not found, it is returned unchanged."""
     joined = word.replace(".", "_")
     if word in _table() or "." in word:
         return joined if word not in _table() and joined in _table() and field_at(word.split(".")[:1]) is None else word

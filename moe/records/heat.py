@@ -56,5 +56,5 @@ def colour(value: float) -> str:
 
 
 def row(load: Sequence[float | None], *, cells: int = 64, ramp: str = BLOCKS) -> str:
-    """Return one character of `ramp` (see `cell`) for each expert, or for the mean of several neighbours if there are over `cells`."""
+    """Return one character of `ramp` (see `cell`) for each expert, or for the mean of several neighbors if there are over `cells`."""
     return "".join(cell(value, ramp) for value in binned(relative(load), cells))

@@ -264,7 +264,7 @@ def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[..., None]:
 
     def named(lr: float, **how: float) -> None:
         ledger.name("gradients", _gradients(engine))
-        ledger.name_alive("optimizer", before=built)  # all tensors of the build without a label, such as master weights
+        ledger.name_alive("optimizer", before=built)  # what the build made and has no label yet, such as master weights
         now = ledger.mark()
         step(lr, **how)
         ledger.name_alive("optimizer", since=now)

@@ -162,7 +162,7 @@ def few_of(choice: Choice) -> Case:
 
 def _check_idle(choice: Choice, ep: int) -> None:
     """Raise Idle for a dispatcher without expert parallelism, for expert parallelism without a dispatcher, and for a dispatcher that needs
-    a larger ep than the row's."""
+    more than `ep` ranks. ep: degree of expert parallelism of the row `choice`."""
     rows, places = choice["dispatch"], choice["experts"]
     if (rows == "none") != (ep == 1):
         needed = "none: one rank holds every expert" if ep == 1 else "a dispatcher"

@@ -52,7 +52,7 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imports the recipe's plugins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
-    first = replace(first, packed=first.run().train.has_own_loss)  # packed: several chats in a sequence, which a user's loss may need
+    first = replace(first, packed=first.run().train.has_own_loss)  # a user's loss may compare the chats of a sequence, as in DPO
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full")]
     if first.run().model.kind == "decoder":  # an encoder would read the padding, so batches of encoder-decoders have none
         asked += [replace(first, padded=True, microbatches=3)]

@@ -265,7 +265,8 @@ class _Run:
             self.results[False, stage, microbatch] = x.grad.contiguous()
 
     def _check_equal(self) -> None:
-        """Raise BadInput on all ranks if any two ranks have different schedules, shapes or dtypes. Each combination is checked once."""
+        """Raise BadInput on all ranks if any two ranks have different schedules, shapes or dtypes. A combination that was equal before
+        is not checked again."""
         shapes = tuple(self.work.shape(j) for j in self.plan.microbatches)
         code = hash_of((self.plan.code, shapes, str(self.work.dtype)))
         if code in self.runtime._agreed:

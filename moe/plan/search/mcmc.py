@@ -78,7 +78,7 @@ def mcmc(
     seed: int = 0,
 ) -> Walk:
     """Walk for `budget` proposals, or at most `seconds`. options: operator -> placements that may be proposed; None: all legal ones. alpha:
-    the larger it is, the fewer slower placements are accepted."""
+    the larger it is, the less likely a slower placement is accepted."""
     graph, draw, began = simulator.graph, random.Random(seed), clock.monotonic()
     devices = simulator.machine.devices
     options = options or {op.name: legal(op, graph, devices) for op in graph.operators}

@@ -57,7 +57,8 @@ class Folded:
 
     @cached_property
     def alike(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of operators whose outputs must have the same sharding. They link all operators whose output another layer reads."""
+        """Return each two successive operators among those whose output another layer reads. All these outputs must have the same
+        sharding."""
         read = {edge.writer for edge in self.graph.edges if self.graph.named[edge.writer].layer != self.graph.named[edge.reader].layer}
         return tuple(pairwise(op.name for op in self.graph.operators if op.name in read))
 
