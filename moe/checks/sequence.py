@@ -1,4 +1,4 @@
-"""Checks of sequence parallelism: degrees.sp must divide positions and heads, and some keys cannot be combined with it."""
+"""Checks of sequence parallelism: the sp ranks must divide positions equally, each Ulysses group the heads; some keys clash."""
 
 from __future__ import annotations
 

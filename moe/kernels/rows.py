@@ -32,7 +32,7 @@ class Plan:
         experts 1 0 1 1        choice_R 1 0 3        row_TK 1 0 -1 2        counts_E 1 2
 
     On a GPU, `choice_R` may be padded with zeros to length T K, so that the host need not know the number of rows. Rows may also be slots,
-    some of them empty (moe/experts/dispatch/padded.py). A row with an index outside `row_TK` copies some token, which no result uses.
+    some of them empty (moe/experts/dispatch/padded.py). Padding and empty slots copy some token; `row_TK` leaves them out.
     """
 
     choice_R: Tensor

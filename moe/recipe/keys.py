@@ -118,7 +118,7 @@ def in_words(condition: str) -> str:
 
 @cache
 def _values_that_switch_on(key: str) -> list[str]:
-    """Return the values that meet a condition which names only a key: all of its values but null, 0, false and none."""
+    """Return the values that meet a condition without `=` (only the key): all but null, 0, false and none."""
     annotation = field_of(key).annotation
     return [name for name in choices_of(annotation) if name != "none"] or ["true" if annotation is bool else ABOVE_0]
 

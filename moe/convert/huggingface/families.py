@@ -183,7 +183,7 @@ class Windows:
 @dataclass(frozen=True)
 class Family:
     """One family of models. `architecture`: class in transformers. `keys`: keys of config.json with one counterpart in a recipe. `always`:
-    recipe values that all models of the family have. `experts`: a key of EXPERTS; None: dense. `rows`: all tensors but those in EXPERTS.
+    recipe values that all models of the family have. `experts`: a key of EXPERTS; None: dense. `rows`: a Row for each other tensor.
 
     `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
     mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. `halves`: the

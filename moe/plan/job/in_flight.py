@@ -95,9 +95,9 @@ def fullest_ranks(
 
 
 def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
-    """Return the points in time of a step at which the rank's memory may peak, and the one after the step's first backward pass, as pairs
-    (micro-batches in flight, whether no gradients of weights exist yet). Gradients of weights exist as soon as an action B (backward pass)
-    or W (gradients of weights) has ended."""
+    """Return the points of a step at which the rank's memory may peak, as pairs (micro-batches in flight, whether no gradients of weights
+    exist yet). Gradients of weights exist as soon as an action B (backward pass) or W (gradients of weights) has ended. The point after the
+    first backward pass is returned too: it has fewer micro-batches in flight, but also gradients."""
     found = [(of, max(of.gradients) < 2 if of.gradients else microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
     later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1 and not of.gradients]
     return (*found, *((of, False) for of in later))

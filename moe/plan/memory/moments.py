@@ -118,7 +118,7 @@ class _Pass(NamedTuple):
 
 
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
-    """Return the sizes of the pipeline ranks. which: `all`: of every rank. `fullest`: only of the ranks that may need most memory."""
+    """Return a RankMoments for each pipeline rank. which: all ranks, or only the fullest: those that may need the most memory."""
     engine: dict[str, Any] = {} if differs_by_moment(plan, stack) else {"dp": 1, "engine": _DEFAULT.engine, "reshard": _DEFAULT.reshard}
     offload: dict[str, Any] = {"offload_optimizer": "none", "offload_parameters": "none"}
     without_states = without_order(plan).but(storage=_DEFAULT.storage, **engine, **offload)

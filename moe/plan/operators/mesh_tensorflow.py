@@ -34,8 +34,8 @@ from parallel.annotations.resharding import Sharding, Sizes, check_axes
 from parallel.errors import BadInput, did_you_mean
 
 Layout = Mapping[str, str]  # name of a dim -> axis of the mesh that splits it
-# names that `renamed` gives to the dim `batch` between dispatch and combine, and to the dim `experts` everywhere else. With separate names,
-# each of the four can have its own mesh axis
+# in MoE layers, `renamed` calls the dim `batch` INSIDE between dispatch and combine, and the dim `experts` OUTSIDE everywhere else. So
+# batch and experts can each be on one mesh axis inside and on another outside
 INSIDE, OUTSIDE = "expert_batch", "experts_whole"
 Objective = Literal["seconds", "bytes"]
 Choice = dict[str, str]  # name of a dim -> its axis, or NONE (whole); a missing name has no axis yet

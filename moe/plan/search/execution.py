@@ -298,7 +298,7 @@ class Simulator:
         overlap[overlap < 1e-12] = 0.0
         own = need.device[:, None] == have.device[None]
         groups = np.eye(int(have.group.max()) + 1)[have.group]
-        mine = (own @ groups)[:, have.group] > 0  # whether the needing part's own device has a copy of the column's region
+        mine = (own @ groups)[:, have.group] > 0  # whether the device of the row's part has a copy of the column's region
         from_there = overlap * size / have.copies * (2.0 / have.partial if have.partial > 1 else 1.0) * ~mine
         near = need.device[:, None] // self.machine.node_size == have.device[None] // self.machine.node_size
         inside, between = (from_there * near).sum(1), (from_there * ~near).sum(1)

@@ -95,7 +95,7 @@ def config_of(model: str, heads: int = 2) -> Any:
     import transformers
 
     config = transformers.CONFIG_MAPPING[model]()
-    # each tp rank gets a multiple of 12 fp32 numbers: grouped_mm needs rows of a multiple of 16 bytes
+    # each tp rank gets a multiple of 12 fp32 numbers (48 bytes): grouped_mm needs rows of a multiple of 16 bytes
     sizes: dict[str, Any] = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}
     known = {name: value for name, value in sizes.items() if _has(config, name)}
     if "kv_lora_rank" in known:  # latent attention has a key head for each query head, and rotates 4 elements of each

@@ -12,9 +12,9 @@ from parallel.mesh.mesh import divisors
 
 
 def expert_cases() -> list[Case]:
-    """Return cases of every router with every dispatcher that ep allows, then a case of each model in OPTIONS (options of published models)
-    with only one dispatcher. To save cases, full and selective recompute are each combined with only one number of micro-batches: full with
-    1 and selective with 3 for every second router, the reverse for the others.
+    """Return cases of every router with every dispatcher in rows_for(ep), then a case of each model in OPTIONS (options of published
+    models) with only one dispatcher. To save cases, full and selective recompute are each combined with only one number of
+    micro-batches: full with 1 and selective with 3 for every second router, the reverse for the others.
     """
     found = [
         Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)
