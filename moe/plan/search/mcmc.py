@@ -1,8 +1,8 @@
 """FlexFlow's random walk over SOAP placements (arXiv 1807.05358, sections 4 and 6).
 
     start     with data parallelism. Each operator (O) may be cut along sample, attribute and parameter dims (S, A, P), over any devices
-    propose   a random operator gets a random cut; with probability 0.25 one of its neighbours gets the same cut, then with probability
-              0.75 a neighbour of that one, and so on
+    propose   a random operator gets a random cut; with probability 0.25 one of its neighbors gets the same cut, then with probability
+              0.75 a neighbor of that one, and so on
     accept    faster placements; slower ones with probability exp(-alpha (new - old) / best)
     restart   from the best placement, after each hundredth of the budget, and at least every 1000 proposals
 
@@ -25,7 +25,7 @@ from moe.plan.search.execution import Placed, Simulator, run
 from parallel.annotations.graph import Graph, Operator
 from parallel.mesh.mesh import divisors
 
-NEIGHBOURS, ONWARDS = 0.25, 0.75  # probabilities that a first, and a further, neighbour gets the same cut
+NEIGHBORS, ONWARDS = 0.25, 0.75  # probabilities that a first, and a further, neighbor gets the same cut
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def data_parallel(graph: Graph, devices: int) -> dict[str, Placed]:
 
 
 def legal(op: Operator, graph: Graph, devices: int, *, spread: Literal["any", "all"] = "any") -> tuple[Placed, ...]:
-    """Return the placements of an operator that may be proposed, on neighbouring or evenly spaced devices. The number of parts divides
+    """Return the placements of an operator that may be proposed, on neighboring or evenly spaced devices. The number of parts divides
     `devices`. The parts come from at most two cuts; each cut divides a dim or makes copies. spread="all": only placements on all
     devices."""
     found: dict[tuple[tuple[str, int], ...], None] = {}
@@ -115,15 +115,15 @@ def _proposal(
     options: Mapping[str, tuple[Placed, ...]],
     sets: Mapping[str, frozenset[Placed]],
 ) -> dict[str, Placed]:
-    """Return `now` with a new placement of an operator, and perhaps of its neighbours. options, sets: operator -> its possible placements,
+    """Return `now` with a new placement of an operator, and perhaps of its neighbors. options, sets: operator -> its possible placements,
     as a tuple and as a set."""
     there, name = dict(now), draw.choice(list(options))
     there[name] = draw.choice(options[name])
-    go = draw.random() < NEIGHBOURS
+    go = draw.random() < NEIGHBORS
     seen = {name}
     while go:
-        neighbours = [e.reader for e in graph.readers[name]] + [x for x in graph.named[name].inputs if x in graph.named]
-        able = [other for other in neighbours if other not in seen and there[name] in sets.get(other, ())]
+        neighbors = [e.reader for e in graph.readers[name]] + [x for x in graph.named[name].inputs if x in graph.named]
+        able = [other for other in neighbors if other not in seen and there[name] in sets.get(other, ())]
         if not able:
             break
         other = draw.choice(able)
