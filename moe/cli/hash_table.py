@@ -23,7 +23,7 @@ from parallel.fixes import Set
 from parallel.store.files import user_path, write_text
 
 _BATCH_TOKENS = 2**24  # number of tokens in each call of bincount
-_MIXTURE_TOKENS = 2**40  # sum to which the counts of a mixture of sources are scaled
+_MIXTURE_TOKENS = 2**40  # sum of all counts of a mixture, after each source's counts are scaled to its weight
 
 
 def main(flags: HashTable, overrides: dict[str, str]) -> int:

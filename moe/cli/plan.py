@@ -206,7 +206,7 @@ def _bytes(parts: dict[str, float]) -> str:
 
 
 def _busiest(made: Planned) -> list[str]:
-    """Return one line: rows of the busiest ep rank / mean of the ep ranks, in the best plan; [] if ep is 1 or the model is dense."""
+    """Return [line with the rows of the busiest ep rank / mean of the ep ranks, in the best plan]; [] if ep is 1 or the model is dense."""
     experts, ep = made.network.experts, made.found.ranked[0].plan.ep
     if experts is None or ep == 1:
         return []

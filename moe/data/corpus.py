@@ -188,7 +188,7 @@ def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[s
 
 
 def _why_not(path: Path) -> str | None:
-    """Return the reason why a folder's entry, which is no folder, cannot be read as a file; None if it can."""
+    """Return why `path`, an entry of a folder but not a folder itself, cannot be read as a file; None if it can."""
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
     except OSError as error:

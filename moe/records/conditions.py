@@ -56,11 +56,11 @@ def lasting(
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
             return None
-        slowly = mends and balanced_by(run) and not is_frozen(run)
+        balancing = mends and balanced_by(run) and not is_frozen(run)
         moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * first_size(run)
-        if slowly:  # a balance loss or bias needs time to work
+        if balancing:  # a balance loss or bias needs time: until the learning rates allow large logits
             unmoved = max(unmoved, math.sqrt(SATURATED) / run.model.d_model)
-        early = min((HALF if slowly else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
+        early = min((HALF if balancing else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
         grace = 0 if after == "start" else max(run.optimizer.warmup_steps, early)
         found: list[tuple[int, float, str]] = []
         for window, rates in zip(reversed(windows), reversed(moved), strict=True):

@@ -259,7 +259,7 @@ def take_step(job: Job) -> None:
 
 def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[..., None]:
     """Return a function that calls the engine's step and labels the tensors of gradients and optimizer states in `ledger`, which counts
-    live bytes. built: the ledger's mark at the end of the build."""
+    live bytes. built: `ledger.mark()` at the end of the build, the number of storages made until then."""
     step = engine.step
 
     def named(lr: float, **how: float) -> None:

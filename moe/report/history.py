@@ -94,7 +94,7 @@ def _numbers(values: Sequence[Any]) -> Array:
 
 
 def smoothed(values_S: Array) -> Array:
-    """Return centred moving averages [S] that ignore NaN. The window is a thirtieth of the steps (3 to 501), shorter at both ends."""
+    """Return centered moving averages [S] that ignore NaN. The window is a thirtieth of the steps (3 to 501), shorter at both ends."""
     width = int(min(501, max(3, len(values_S) // 30))) | 1
     known = np.isfinite(values_S)
     kernel = np.ones(width)

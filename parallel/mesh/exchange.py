@@ -6,7 +6,7 @@ A bin is a destination on a rank, such as an expert.
     rank 1: 1 row  for rank 0, 4 for rank 1        rank 1 gets 2 + 4 rows
 
 Counts are exchanged first, because ranks cannot know how many rows will arrive. A rank without rows still takes part, or the others would
-wait for ever.
+wait forever.
 """
 
 from __future__ import annotations

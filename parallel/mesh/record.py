@@ -170,7 +170,7 @@ def place_and_waits(main: int | None) -> tuple[str, str]:
     torch = sys.modules.get("torch")
     # with CUDA, any Python line can wait for a kernel that itself waits for other ranks
     waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"
-    for top in frames.values():  # on a GPU, autograd has threads of its own
+    for top in frames.values():  # all threads, because autograd runs a GPU's backward pass in a thread of its own
         name = top.f_code.co_filename
         if any(part in name for part in _WAITS):
             waits = "yes"

@@ -92,7 +92,7 @@ class Pretended(FakeTensorMode):
             return function(*values, **named)
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run one operator on fake tensors. torch calls this method for forward pass, backward pass and its own C++ code."""
+        """Run one operator on fake tensors. torch calls this method for every operator, also in backward passes and its own C++ code."""
         kwargs = kwargs or {}
         if func is _DEVICE:
             return _device_in_cpp(args[0])

@@ -46,8 +46,9 @@ def low_rank(weight: Layout, half: str, shape: Shape) -> Layout:
     """Return the layout of A [r, in] or B [out, r] in y = x W^T + s (x A^T) B^T, given the layout `weight` of W.
 
     Dim `in` of A and dim `out` of B are cut as in W. So x A^T is computed from shards of x, each rank adds LoRA's term to its own outputs,
-    and the products with A and B send no more than the product with W. Layout.alike is copied from W, too. If it is empty, gradients of
-    copies of A or B differ and are summed. In 3D tensor parallelism, W is also cut over tp_depth; A and B are not."""
+    and the products with A and B send no more than the product with W. Layout.alike (axes along which copies have equal gradients) is
+    copied from W, too. If it is empty, the gradients of A's or B's copies differ and are summed. In 3D tensor parallelism, W is also cut
+    over tp_depth; A and B are not."""
     dim = 0 if half == "b" else 1
     axes = weight.cut_by(dim)[:1]
     return replace(weight, shape=shape, split=dict.fromkeys([dim], axes[0]) if axes else {})

@@ -27,7 +27,7 @@ from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
 PASS_S = 0.02  # seconds that a rank sleeps for a micro-batch in each of: forward pass, gradients of inputs, gradients of weights
-UPDATE_S = 0.005  # seconds that a rank's stages together sleep in an update of the weights
+UPDATE_S = 0.005  # seconds that a rank sleeps in an update of the weights, divided among its stages
 ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
 

@@ -135,7 +135,7 @@ def planned(
     accepted = _Accepted(run, cluster.world, top, checked, own, own_run)
     found = choose(
         network,
-        _plans(run, cluster, space, only or None),  # if no plan of round 1 fits, round 2 tries all degrees
+        _plans(run, cluster, space, only or None),  # `only` is empty if no plan of round 1 fits: then all degrees are tried
         held_bytes=held,
         limit_bytes=limit,
         seconds=bound("simulated"),

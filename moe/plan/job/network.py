@@ -86,8 +86,9 @@ class Experts:
         return 1.0 if self.rows is None else self.rows
 
     def reached(self, targets: int) -> float:
-        """Expected number of ranks (or nodes), out of `targets`, to which a token is sent. Its choices are spread evenly over the open
-        groups of experts, and are random within a group."""
+        """Expected number of copies of a token that are sent to `targets` ranks (or nodes). With `apart`, one is sent for each kept
+        choice; otherwise, one to each rank with chosen experts. Choices are spread evenly over the open groups of experts, and are
+        random within a group."""
         rows, (few, groups) = self.choices * self.mean_rows, self.open_groups
         if self.apart:
             return rows

@@ -156,8 +156,9 @@ def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster,
 
 
 def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Return the times of attention (`core`) with the collectives over sp added. A ring sends keys and values while attention computes; if
-    links are fast enough, only the first message adds time. Ulysses' all-to-alls are not hidden by computation."""
+    """Return the times of attention (`core`) with the collectives over sp added. A ring sends keys and values while attention computes. If
+    links are fast enough, only the first message adds time, except with `program.gathers` "waited". Computation does not hide Ulysses'
+    all-to-alls."""
     if plan.sp == 1:
         return core
     heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)

@@ -93,7 +93,7 @@ def finish(job: Job) -> dict[str, Any]:
 
 def _totals(job: Job) -> list[float]:
     """Return totals of the run, which rank 0 reads from metrics.jsonl: tokens, seconds, share of dropped choices in all steps and in the
-    last tenth, then the values of NOTHING's keys (resumes, restarts, repeated steps and their seconds). Collective."""
+    last tenth, then `sums`: resumes, restarts, repeated steps and their seconds. Collective."""
     totals = [0.0] * (4 + len(NOTHING))
     if job.world.rank == 0:
         found = read(job.out)
