@@ -84,7 +84,7 @@ def main() -> int:
             return [quoted(word) for word in self.args.user_args]
 
         def add_export(self, key: str, var: str) -> None:
-            if key != "PYTHONPATH":  # the runner's value begins with the working folder; `own` has the right value
+            if key != "PYTHONPATH":  # `var` has the working folder added; get_cmd exports the value without it
                 self.exports[key] = quoted(var)
 
         def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:

@@ -93,7 +93,7 @@ class Blocks:
         return matrix_IO.t() if self.turned else matrix_IO
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Decode the matrix of a stack of one: [O, I] in this dtype."""
+        """Decode a stack that holds only one matrix: [O, I] in this dtype."""
         return self._decoded(0).to(dtype)
 
     def _decoded(self, expert: int) -> Tensor:

@@ -99,7 +99,7 @@ def gradient_norm(history: History) -> Figure | None:
     for name, colour in zip(history.families, LINES, strict=False):
         values_S = history.series_S(f"grad_norm_parts.{name}")
         _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), colour=colour, label=name)
-    # the total is dashed and drawn last, because one family is often nearly equal to it
+    # the total is dashed and drawn last, because the norm of one family is often nearly equal to it
     whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
     ax.plot(steps_S, whole_S, color=TEXT, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
     log_axis(ax)

@@ -59,7 +59,7 @@ def distinct(choices: float, targets: float) -> float:
 class Message(NamedTuple):
     """`calls` calls of the collective `name` over `axis` (names as in the communicator's counts), all with inputs of the same size.
     handed: bytes of a rank's inputs to all these calls. ranks: number of ranks of `axis`. stride: if `axis` is a part of a
-    larger axis, as in the steps of a hierarchical exchange over ep, distance between neighbours on `axis` in indices of the larger one;
+    larger axis, as in the steps of a hierarchical exchange over ep, distance between neighbors on `axis` in indices of the larger one;
     else 1. busiest: in an all-to-all, (bytes received by the rank that receives most) / `handed`."""
 
     axis: str

@@ -29,8 +29,8 @@ OF_A_BATCH = -1  # micro-batch number of S and U, which belong to a whole batch
 
 
 class Action(NamedTuple):
-    """One action of a rank. version: of the weights. Forward and backward passes (F, B, I, W) read this version (0: initial weights). An
-    update U makes it (from 1), and an all-reduce S sums the gradients for it."""
+    """One action of a rank. version: the version of the weights (0: initial weights) that F, B or I reads, whose gradient W computes,
+    that U makes, or for whose update S sums the gradients."""
 
     op: Op
     stage: int

@@ -113,8 +113,8 @@ class VocabularyCube(_Vocabulary):
 @dataclass(frozen=True)
 class OtherRows:
     """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
-    They implement the protocol `Others` of moe/nn/vocabulary.py, which describes each. `turned_back`, used in 3D, sends logits of the whole
-    vocabulary to the ranks that hold these sequences between layers."""
+    They implement the protocol `Others` of moe/nn/vocabulary.py, which describes each. In 3D, `turned_back` sends the
+    logits of each sequence, over the whole vocabulary, to the ranks that hold this sequence between layers."""
 
     axis: Axis
     size: int

@@ -70,7 +70,7 @@ def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple
     """Return the number of layers of each stage. Among all cuts in which no stage costs more than `limit`, it is the cut with the least sum
     of squared costs. ends: as for `_least_largest`."""
     count = len(ends) - 1
-    # best[n]: best cut of the layers from n on into the last stages: (sum of squared costs, number of layers of the first of these stages)
+    # best[n]: the best cut of layers n and above into `left` stages: (sum of squared costs, number of layers of its first stage)
     best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]
     sizes: list[list[tuple[float, int]]] = []
     for left in range(stages):

@@ -140,7 +140,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
             first = next((dim for dim in names if dim not in BY_TENSOR), None)
             notes[name] = _note(graph, letters, **dict.fromkeys(BY_TENSOR, columns), **({first: rows} if first else {}))
         elif "experts" in names and experts:
-            notes[name] = _note(graph, letters)  # no axis cuts the routers
+            notes[name] = _note(graph, letters)  # a router's weight, which no axis cuts
         elif columns != "." and (sliced or name.endswith(_FIRST) or "vocab" in names) and set(names) & set(BY_TENSOR):
             notes[name] = ", ".join(columns if dim in BY_TENSOR else "_" for dim in names)
     if kind == "weights over the batch":

@@ -112,7 +112,7 @@ class Runnable:
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, allowed: Callable[[Plan], bool] = lambda plan: True) -> None:
         self.allowed = allowed
         self.machine, self.settings, self.folded, self.whole = machine, settings, fold(graph), graph
-        self.joined = read_together(self.folded.graph)  # with operators NAME.read, by which several readers of NAME share one resharding
+        self.joined = read_together(self.folded.graph)  # has operators NAME.read: the readers of tensor NAME share one resharding
         self.blocks = [layer for layer in graph.layers if layer not in (graph.layers[0], graph.layers[-1])]
         self.experts = next((dim.size for dim in graph.dims.values() if dim.name == "experts"), 1)
         self._costs: dict[tuple[object, ...], dict[int, Cost] | None] = {}

@@ -71,7 +71,7 @@ def sent(grid: Grid, of: DenseLayer) -> tuple[int, int]:
     kind, depth, side = grid.kind, grid.depth, grid.columns
     held = Fraction(1, 1 if kind == "3d" else depth)
     part, wide = Fraction(side - 1, side**3 if kind == "3d" else side**2), max(WIDE, of.itemsize)
-    row = Fraction(of.norms * of.tokens, depth * side)  # (tokens that the ranks of one grid row share) x number of norms
+    row = Fraction(of.norms * of.tokens, depth * side)  # (tokens of one grid row) x (norms of a layer)
     forward, backward = row * 2 * (side - 1) * wide, row * 2 * Fraction(2 * (side - 1), side) * wide
     for tokens, inputs, outputs in of.fused_products:
         x, w, y = held * tokens * inputs, inputs * outputs, held * tokens * outputs if kind == "3d" else 0

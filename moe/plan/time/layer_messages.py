@@ -114,7 +114,7 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
     size = n * network.width * plan.compute_bytes
     read = network.width if late is None else (late.query_rank or network.width) + late.key_rank + late.rotary_size
     entering = n * read * plan.compute_bytes  # bytes that all heads read: x, or the latents
-    dense = 0.0 if sparse else 1.0  # a dense network adds collectives; an MoE layer's tokens are already divided over tp
+    dense = 0.0 if sparse else 1.0  # a dense network adds the same collectives as attention; experts add only those in `sharing`
     if plan.tensor == "sliced":
         forward = backward = gather(cluster, group, entering) + (1 + 2 * dense) * gather(cluster, group, size)
         kernels = 1 + dense
