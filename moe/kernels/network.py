@@ -102,8 +102,8 @@ def resized(rows: Tensor, counts: list[int], new: list[int]) -> Tensor:
 
 
 class ByProduct:
-    """Kernels whose expert networks call `times` for each matrix product. `kernels`: computes all other operations. `unit`: each expert's
-    number of rows is padded with zeros to a multiple of it, so that products have few shapes."""
+    """Kernels whose expert networks call `times` for each matrix product. `kernels`: computes all other operations. `unit`: zeros
+    are appended to each expert's rows until their number is a multiple of `unit`, so that products have few shapes."""
 
     def __init__(self, kernels: ModuleType | ByProduct, times: Product, *, unit: int = 1) -> None:
         self.kernels, self.times, self.unit = kernels, times, unit

@@ -143,7 +143,7 @@ def _tell_torchrun(error: str) -> None:
 
 def _prints(bad: BadInput, rank: int) -> bool:
     """Return whether this rank prints `bad`, which it raised. If several ranks raise the same error, only one prints it."""
-    if TOKEN in os.environ:  # the parent `moe train` prints an error that rank 0 does not have
+    if TOKEN in os.environ:  # rank 0 prints its own error, the parent `moe train` prints errors that only other ranks have
         return rank == 0
     if bad.prints is not None:
         return bad.prints

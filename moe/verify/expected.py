@@ -154,8 +154,8 @@ class Expected:
         return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """Return a copy whose `result` comes from one process that takes all sums in the same order as `case`. In fp32 only the weights of
-        the result are replaced: the twin computes them from this process's gradients. The tolerance stays the same."""
+        """Return a copy with the result of one process that takes all sums in the same order as `case`. In fp32 only `result.weights` are
+        replaced: by those of the twin after an update with that process's gradients. The tolerance stays the same."""
         one = compute(own_order(case), delayed_as=self.twin)
         if rounds(case):
             return replace(self, result=one)

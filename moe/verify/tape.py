@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
 
-TAPED = 3  # number of recorded steps: step 1 is the first that reads Adam's moments, step 2 the first after a skipped step
+TAPED = 3  # number of recorded steps, 0 to 2: step 1 is the first that reads Adam's moments; step 2 follows the one that may overflow
 AGAIN = " again"  # appended to a module's name for outputs from recompute
 
 

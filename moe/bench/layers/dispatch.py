@@ -179,8 +179,7 @@ def _same(ours: Pass, peer: Pass) -> bool:
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return two table rows: the factors by which time and memory grow with 4 times as many tokens, and 32 times as many
-    experts."""
+    """Print and return a table row for each entry of GROWTH: time and memory of the large shape, divided by those of the small one."""
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():

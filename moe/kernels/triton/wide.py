@@ -29,7 +29,7 @@ _TOKENS, _INPUTS = (16, 16) if INTERPRETED else (64, 64)  # tokens and inputs of
 
 @triton.jit
 def _parts(value):
-    """Return three bf16 tensors whose sum is `value`, in fp32."""
+    """Split fp32 numbers: return three bf16 tensors whose sum, computed in fp32, is `value`."""
     first = value.to(tl.bfloat16)
     left = value - first.to(tl.float32)
     second = left.to(tl.bfloat16)

@@ -180,8 +180,8 @@ def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, .
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Return the fastest plan that the trainer can run and that is allowed. layers: number of layers of each stage in a division that
-    is tried too; None: only `runnable`'s own divisions."""
+    """Return the fastest plan that the trainer can run and that is allowed. layers: a further division to try, as the
+    number of layers of each stage; None: only the divisions of `Runnable.stages`."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]

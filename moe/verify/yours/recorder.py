@@ -112,7 +112,7 @@ class Step:
     ) -> None:
         self.model, self.optimizers, self.record, self.most = model, optimizers, record, most
         self.choices = None if given is None else Choices(given, self._chosen)
-        self._read = False  # whether the gradients are recorded
+        self._has_gradients = False  # whether the record already has the gradients
         self._open = ExitStack()
         self._hooked: set[int] = set()
         self._by_call: dict[Key, dict[int, Piece]] = {}  # output gradients of each call; sorted at the end, as backward has its own order
@@ -124,8 +124,8 @@ class Step:
     def gradients(self) -> None:
         """Record the gradients now. Call it before your own code clips them. Without this call they are recorded at the start of torch's
         clip_grad_norm_ or of the optimizer's step."""
-        if not self._read:
-            self._read = True
+        if not self._has_gradients:
+            self._has_gradients = True
             for name, parameter in self._parameters():
                 if (gradient := _of_engine(parameter, "safe_get_full_grad", parameter.grad)) is not None:
                     self._keep(Key("gradient", name), gradient)

@@ -201,8 +201,8 @@ class Graph:
     replicas of its stage, and runs in parallel with the next actions of the replicas' ranks. A message also needs the previous message
     between its two ranks.
 
-    vertices: node -> its vertex. before, after: for each vertex, the vertices that it needs, and the vertices that need it. transfers:
-    vertices of messages."""
+    Vertices are numbered. vertices: position of an action in the schedule -> its vertex. before, after: for each vertex, the vertices
+    that it needs, and the vertices that need it. transfers: vertices of messages."""
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
         self.vertices: dict[Node, int] = {}

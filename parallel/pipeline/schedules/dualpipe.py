@@ -86,7 +86,7 @@ def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list
     for _ in range(microbatches - 2 * ranks + rank + 1):
         pair(down, up)
         pair(up, down)
-    if not after:  # on the last rank, the first F and B are not paired, so that F's result is sent earlier
+    if not after:  # on the last rank, F and B of the first pair run separately, so that F's result is sent earlier
         pairs.discard(Node(rank, 2 * (rank + 1)))
     for _ in range(after):
         to.backward(up)
