@@ -253,9 +253,9 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (path, parameters) of each FSDP unit. `owned`: path of a module -> parameters that are gathered together. `ranks_of(name)`: the
-    ranks over which a parameter is sharded. All parameters of a unit have the same ranks: those of `owned[path]` whose ranks differ from
-    its first parameter's form units of their own, one for each submodule (such as an attention layer)."""
+    """Yield (path, parameters) of each FSDP unit. `owned`: path of a module -> its parameters. `ranks_of(name)`: the ranks over which
+    a parameter is sharded. Parameters with other ranks than the first one of their module are split off, into one unit for each submodule
+    (such as an attention layer)."""
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
         yield path, [name for name in names if name not in apart]

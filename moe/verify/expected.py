@@ -99,7 +99,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     if twin.slices:
         yield replace(one, slices=1, attention="colossal"), "cpu"  # all scores of a query at once, as in Colossal-AI
         sizes = twin.run().model
-        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # slices must divide encoder and decoder lengths
+        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # lengths of encoder and decoder
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES if shared % slices == 0)
 
 

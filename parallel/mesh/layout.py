@@ -63,7 +63,7 @@ class Layout:
     Example: `Layout((4, 6), {1: "tp"}, alike=()).region(mesh)` is (slice(0, 4), slice(3, 6)) on rank 1 of `Mesh.of(Degrees(tp=2), 1)`.
 
     shape: of the whole tensor. split: tensor dim -> the axis that cuts it, or several axes, coarsest first.
-    view: axes of the view of the mesh (mesh.py) that has the axes in `split`. uneven: dims whose shards may differ by one in size.
+    view: all axes of the view (top of this file) to which the axes in `split` belong. uneven: dims whose shards may differ by one in size.
     family: a label by which gradient norms are grouped. tile: the parameter is only this tile of the shard (parallel/data/tiling.py).
     unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
     index (`layers.3.experts.{}.w1`). placement: global index of each entry of the whole stack, in the order of dim 0; None: 0, 1, 2, ...

@@ -59,8 +59,8 @@ def _slots(shape: Shape) -> int:
 
 
 def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
-    """Return a Routing in which all experts are chosen equally often. In turn, E / k tokens choose k neighbouring experts each, and
-    E / k tokens choose k experts that are E / k apart. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
+    """Return a Routing in which all experts are chosen equally often: E / k tokens choose k consecutive experts each, the next
+    E / k tokens choose k experts that are E / k apart, and so on. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
     if skew:
         weight_E = 1 / torch.arange(1, shape.experts + 1)
         weight_TE = weight_E.expand(shape.tokens, -1)

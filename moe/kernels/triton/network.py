@@ -179,7 +179,7 @@ def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, ga
 
 
 def bias_gradient(grad_RF: Tensor | None, like: Tensor | None, rows: Rows) -> Tensor | None:
-    """Return the gradient of b1 or b3 [E, F], the sum of each expert's rows, in the dtype of `like` (b1); None for an absent bias."""
+    """Return the gradient [E, F] of b1 or b3: the sum of each expert's rows; None for an absent bias. `like`: b1, for shape and dtype."""
     if grad_RF is None or like is None:
         return None
     ones = grad_RF.new_ones(rows.number, ALIGNED)

@@ -11,7 +11,7 @@ from moe.kernels.triton import moves
 from moe.kernels.triton.device import on
 from parallel.mesh.regions import in_region
 
-# T tokens, K choices, R rows, E experts, G groups, B blocks of a group (`by_bin`: bins), P tokens of several ranks (`by_bin`: ranks)
+# T tokens, K choices, R rows, E experts, G groups, B blocks of a group, P tokens of several ranks; in `by_bin`: B bins, P ranks
 
 _BLOCK = 128  # number of choices that one program of the kernels `count` and `rank` (moves.py) handles
 

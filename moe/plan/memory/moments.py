@@ -127,7 +127,7 @@ def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "
 
 def without_order(plan: Plan) -> Plan:
     """Return the plan with default values for settings that do not change its memory: the positions that each sp rank holds, and the
-    sequence-parallel method unless it needs more memory."""
+    sequence-parallel method unless it keeps attention scores."""
     if plan.sp == 1:
         return plan
     return plan.but(sequence=plan.sequence if keeps_scores(plan) else _DEFAULT.sequence, order=_DEFAULT.order)

@@ -68,7 +68,7 @@ def experts_kept(n: Network, plan: Plan, stack: Stack) -> float:
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    # if results are sent back, their sender keeps them, and the computing rank keeps only the rows that it received
+    # if results are sent back, the rank that sent a row keeps its result; the rank that computed it keeps only the row
     computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved
     more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden) + padding(n, plan, stack) * c * hidden
     return rows * c * (moved * n.width + hidden + narrow) + more + here / plan.tp * of_token + shared

@@ -1,10 +1,11 @@
 """Group-limited top-k: experts form groups of equal size, and a token takes its experts from its best groups only.
 
-    expert_groups 4, top_groups 2       | e0 e1 | e2 e3 | e4 e5 | e6 e7 |       a group's score: the sum of its two best scores, or the best
-                                          best            best                  one (group_score); then top-k within the best groups
+    expert_groups 4, top_groups 2       | e0 e1 | e2 e3 | e4 e5 | e6 e7 |
+                                          best            best            top-k among e0, e1, e4 and e5
 
-If each group's experts are on one node, a token is sent to at most top_groups nodes. Ties go to the lowest group and expert. Sources:
-DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (arXiv 2405.04434).
+A group's score is the sum of its two best scores, or its best score (group_score). If each group's experts are on one node, a token is
+sent to at most top_groups nodes. Ties go to the lowest group and expert. Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2),
+DeepSeek-V2 (arXiv 2405.04434).
 """
 
 from __future__ import annotations

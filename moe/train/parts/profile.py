@@ -110,7 +110,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))
         if event.name == PREFIX + STEP:
             where, call, end = BETWEEN, call + 1, event.time_range.end
-        elif event.name.startswith(_NODE) and event.time_range.start < end:  # can run in another thread than `step`
+        elif event.name.startswith(_NODE) and event.time_range.start < end:  # found by time: a thread of autograd has no `step` event
             where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
         elif not where:
             continue

@@ -195,7 +195,7 @@ class Watch(TorchDispatchMode):
         return lambda module, args, out: self._listen(key, pick(out))
 
     def _listen(self, key: str, tensor: Tensor) -> None:
-        """Record the flow of a tensor when its gradient arrives. key: name of the flow."""
+        """Record the flow of a tensor (sum of tensor * gradient) when its gradient arrives. key: key of `Seen.flows[-1]`."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return
         with self._lock:

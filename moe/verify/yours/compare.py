@@ -15,8 +15,9 @@ from moe.verify.yours.values import Deviation, Recorded, Recording
 from parallel.errors import BadInput, counted
 
 Say = Callable[[str], None]
-# kind of a recorded value -> its name in the printed table; kind -> its class in the file of --json (all others: activation)
+# kind of a recorded value -> its name in the printed table; others: the kind itself
 _NAMES = {"weight": "weight before", "note": "noted value"}
+# kind -> its class in the file of --json; others: activation
 _CLASS = {"weight": "parameter", "weight after": "parameter", "gradient": "gradient", "output gradient": "gradient"}
 _SHOWN = 5  # largest number of names in a printed line; the file of --json has all
 

@@ -78,7 +78,7 @@ def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
     stages, before, (kept, pending, whole, gradients) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(4))
     seen: set[tuple[int, ...]] = set()  # `kept`, `pending`, `whole` and `gradients` of each stage, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
-        if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # a peak: F made the numbers larger, W makes them smaller
+        if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # may be a peak; before W only if F has just raised the numbers
             seen.add((*(count[s] for count in (kept, pending, whole, gradients) for s in stages), op is Op.I))
         before = op
         kept[stage] += (op is Op.F) - (op in (Op.B, Op.I))
