@@ -71,7 +71,7 @@ def build(
         fix = "call settle_precision first, as train() does, or set bf16"
         raise BadInput("precision.compute", got=run.precision.compute, needed=f"one of {', '.join(DTYPES)}", fix=fix)
     model, _, layouts = laid_out(run, mesh)
-    # not in laid_out: `moe show --plan` calls it, and must not run a user's code
+    # here and not in laid_out, because `moe show --plan` calls laid_out and must not run a user's router functions
     for num_experts in set(model.expert_counts.values()):
         check_own(run.router, num_experts)
     if run.lora.in_blocks:

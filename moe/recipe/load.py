@@ -192,7 +192,7 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
     """
     path = recipe_path(str(recipe))
     values, origins = read_recipe(path)
-    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # preset first: it removes a parent's router values
+    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # preset first: it removes the recipe's router values
     for dotted, text in given:
         if dotted not in known_keys():
             raise _unknown_key(tuple(dotted.split(".")), text, typed=True)

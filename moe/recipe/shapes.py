@@ -99,8 +99,8 @@ def inputs_within(tokens: int) -> int:
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:
-    """Return at most two lengths of encoder inputs, the nearest to `near` first, of which each is a multiple of `read` and has targets
-    whose length is a multiple of `written`."""
+    """Return at most two lengths of encoder inputs, the nearest to `near` first. Each is a multiple of `read`, and the length of its
+    targets is a multiple of `written`."""
     multiples = (read * (near // read + step) for apart in range(1000) for step in {apart, -apart})
     fits = (n for n in multiples if n > 3 and spans_of(n).inputs == n and spans_of(n).targets % written == 0)
     return sorted(islice(fits, 4), key=lambda n: abs(n - near))[:2]

@@ -1,7 +1,7 @@
 """Starts DeepSpeed: imports it without output, compiles its ops, and gives it the process groups of this project's layouts.
 
-Layouts define the ranks over which gradients are summed. DeepSpeed gets the axis of dense weights as its data-parallel group, and every
-other axis as a group of experts under the axis's name (`set_groups`), so that it makes no groups itself.
+Each layout has an axis of ranks over which its gradients are summed. `set_groups` gives DeepSpeed the axis of dense weights as its
+data-parallel group, and all axes as its groups of experts, by name. So DeepSpeed makes no groups itself.
 """
 
 from __future__ import annotations

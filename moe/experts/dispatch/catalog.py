@@ -51,8 +51,8 @@ def check_dispatch(settings: sections.Dispatch, *, ranks: int, held: int) -> Non
 
 
 def open_exchange(settings: sections.Dispatch, mesh: Mesh, sizes: Sizes) -> Exchange:
-    """Return the opened exchange: the recipe's dispatcher if ep is above 1, all_to_all if only etp is above 1, and Local if both are 1.
-    Collective."""
+    """Return the exchange of rows between ranks, for all layers of a model: from the recipe's dispatcher if ep is above 1, from all_to_all
+    if only etp is above 1, and Local (nothing is sent) if both are 1. Collective."""
     if mesh.axis("ep").size > 1:
         return dispatcher_of(settings).open(mesh, sizes)
     return Local() if mesh.axis("etp").size == 1 else AllToAll(settings).open(mesh, sizes)

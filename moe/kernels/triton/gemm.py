@@ -304,9 +304,9 @@ def weights(
     left, right, out, left_choice, right_choice, ends, choices, height, width, group, across,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute out[e] = left^T right over expert e's rows, zero if it has none. `left_choice`, `right_choice`: for an operand
-    stored by token, index t K + k of each row's choice, by which the row's token is found; None for an operand stored by row. `ends` [E]:
-    end of each expert's rows. `group`, `across`: the order of the tiles (`placed`)."""
+    """Compute out[e] = left^T right over expert e's rows, zero if it has none. `left_choice`, `right_choice`: None if the operand consists
+    of such rows. Otherwise it has one row per token t, and this tensor holds each row's t K + k. `choices`: K. `ends` [E]: end of
+    each expert's rows. `group`, `across`: the order of the tiles (`placed`)."""
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)
     expert = program // (rows * columns)

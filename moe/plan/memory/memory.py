@@ -209,8 +209,8 @@ def _in_buckets(plan: Plan, trained: Elements) -> float:
 
 
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
-    """Return the moment in the second step at which DDP rebuilds its buckets, while gradients exist twice. With more than two ranks, DDP
-    rebuilds them before the optimizer has states (parallel/data/ddp.py), so this moment is not the peak."""
+    """Return the moment in the second step at which DDP rebuilds its buckets, while gradients exist twice. Only for two
+    ranks: with more, parallel/data/ddp.py makes DDP rebuild them before the optimizer has states, so this moment is not the peak."""
     of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1]))[0].gradients
     return _Full(EMPTY, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 

@@ -292,7 +292,7 @@ class Simulator:
         """Return a dict: key -> task for the parts in `need`, each of which fetches its region of a tensor from the parts in `have`. size:
         bytes of the tensor. source: (kind, operator) of the tasks that make the tensor. what: (kind, edge) of the fetching tasks. weight:
         number of equal layers that the tasks stand for."""
-        # matrices with a row for each part that needs a region, and a column for each part that has one
+        # in the following matrices, rows are the parts in `need`, and columns are the parts in `have`
         sides = np.minimum(need.high[:, None], have.high[None]) - np.maximum(need.low[:, None], have.low[None])
         overlap = np.clip(sides, 0.0, 1.0).prod(axis=2)
         overlap[overlap < 1e-12] = 0.0

@@ -178,7 +178,7 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
     if plan.stage == 2:
         each, hidden = _overlapped(reduced, stage.backward_seconds, program)
         return m * each, gathered, m * hidden
-    if copies.size > 1:  # add the host's time to copy to and from buffers, for each layer of a rank, the embedding and the head
+    if copies.size > 1:  # add the host's time to copy to and from collectives' buffers, for the rank's layers, embedding and head
         around = max(1.0, cluster.crowd(world)) * (network.depth + 2) / plan.pp * program.gather_us * 1e-6
         reduced, gathered = reduced + around, gathered + around
     often = plan.pp == 1 or (program.shards == "micro-batch" and plan.reshard)

@@ -105,9 +105,9 @@ def _products(
 
     streams, kernels: pointwise kernels in the (forward, backward) pass. `streams`: their number if they were fused, for the device's time;
     each takes at least the device's launch_us. `kernels`: the number that the host launches, for the host's time. cast: if the program
-    computes products in a narrower dtype (fp8), add the time to cast their operands. by_product: whether the times of a product's two
-    gradients are added to each other first. This changes only the last digits; both orders exist so that predictions stay equal to the
-    tables in docs/benchmarks.
+    computes products in a narrower dtype (fp8), add the time to cast their operands. by_product: the order in which the backward
+    times are summed. True: the two of a product are added to each other first. The order changes only the last digits; both exist so that
+    predictions stay equal to the tables in docs/benchmarks.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)

@@ -110,7 +110,8 @@ class Sums:
         self.expert_counts, self.tokens, self.divided = expert_counts, tokens, divided
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.rows: dict[tuple[int, ...], Tensor] = {}  # indices of a forward pass's MoE layers -> sums of their numbers (`_row`)
-        self.biases: dict[int, Tensor] = {}  # layer -> 1 (counts ranks); minimum, maximum, mean absolute value of its router's bias
+        # layer -> 1, then minimum, maximum and mean absolute value of its router's bias; the 1s, summed over ranks, count the ranks
+        self.biases: dict[int, Tensor] = {}
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
         """Add the results of a forward pass. loss: the pass's part of the global mean loss; None before the last stage. layers: reports of

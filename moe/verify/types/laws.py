@@ -153,8 +153,8 @@ class _Flows:
 
     def __init__(self, step: int, seen: list[dict[str, Any]]) -> None:
         self.step, self.norms = step, [rank["norms"][step] for rank in seen]
-        # key of a Law -> {hash of a tensor x and its gradient g: [flow (sum of x g), sum of (x g)^2, sum of g^2]}. Ranks with equal x and g
-        # have the same hash, so they count once
+        # key of a Law -> hash of a tensor x and its gradient g -> [flow (sum of x g), sum of (x g)^2, sum of g^2]. Copies of x and g on
+        # several ranks have the same hash, so they count once
         self.whole: dict[str, dict[int, list[float]]] = {}
         for rank in seen:
             for key, found in rank["flows"][step].items():

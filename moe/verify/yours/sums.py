@@ -18,8 +18,8 @@ Comparison = Any  # the class in judge.py, which cannot be imported here because
 
 
 def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-    """Align the single process's value with sums of the ranks' values: over ranks with the same samples or, if such sums deviate, over all
-    ranks (as for gradients of tensors without a dim of samples). Return None if both deviate."""
+    """Align the single process's value with the sum over each group of ranks that have the same samples. If such a sum deviates, align it
+    with the sum over all ranks, as for gradients of tensors without a dim of samples. Return None if that deviates too."""
     for together in (groups := of.readers, [list(range(len(own)))]):
         seen = [_sum(of, key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
         # a sum of ranks with different samples must equal the whole value, not only the entries of one rank's samples

@@ -232,8 +232,9 @@ class Graph:
                 self.after[j].append(i)
 
     def _all_reduce(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
-        """Record that the rank of `node`, an all-reduce S, reaches S. When the last replica's rank has reached it, add the common vertex,
-        which needs the last action and the last S of each replica's rank. last: ("rank" or "S", rank, 0) -> last vertex so far."""
+        """Record that one rank has reached the all-reduce S `node`. Once the ranks of all replicas have reached it, add one vertex for all.
+        It needs the last action and the last S of each of these ranks. last: ("rank", rank, 0) -> vertex of the rank's last action;
+        ("S", rank, 0) -> of its last S."""
         _, stage, _, version = schedule.action(node)
         reached = self._reached.setdefault((stage, version), {})
         reached[node] = {last[kind, node.rank, 0] for kind in ("rank", "S") if (kind, node.rank, 0) in last}
