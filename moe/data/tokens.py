@@ -252,7 +252,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
 
 def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Write tokenizer.json and both token files into the folder `temporary`. Return their entries for index.json. found: the survey of the
-    corpus. tokenizer None: the recipe's."""
+    corpus. tokenizer None: bytes, or a BPE that is trained here, as data.tokenizer says."""
 
     def documents() -> Iterator[tuple[Side, str]]:
         return split_documents(corpus, data.validation_share, split=found.split)

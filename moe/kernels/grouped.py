@@ -240,7 +240,7 @@ def _deferred_gradients(
     weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[Factors]
 ) -> list[Tensor | None]:
     """Return the gradients of w1 and w2, and of w3 unless it is None. Zero-bubble schedules call this after the backward pass. The rows of
-    x and grad_out are gathered again, so they need no memory until then. `deferred`: the other factors of each block."""
+    x and grad_out are gathered again, so they need no memory until then. `deferred`: Factors of each block, from the backward pass."""
     grads = _gradients(weights, rows)
     for b, a, grad_h, grad_g in deferred:
         gate = None if gate_Q is None else gate_Q[b.padded]

@@ -48,7 +48,7 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {NOTHING_LOST}"]
-    # not if all were killed without a signal: then another machine's launcher failed, and ranks may have started there
+    # excluded: this process killed all, but no signal came. Then another machine's launcher failed, and ranks may have started there
     if not statuses and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         return FAILED, ["no rank had started" if killed else alone]

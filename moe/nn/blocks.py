@@ -26,7 +26,8 @@ from moe.recipe.shapes import FP8_BLOCK, MXFP4_BLOCK
 
 Form = Literal["mxfp4", "fp8"]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
-_AT_ONCE, _SAMPLE = 8, 16  # in encoding fp8: number of blocks at a time; first, a block's factor is computed from every _SAMPLE-th element
+_AT_ONCE = 8  # number of fp8 blocks that are encoded together
+_SAMPLE = 16  # the factor of an fp8 block is sought from every _SAMPLE-th element, and from all elements only if that fails
 _LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # the largest fp8 e4m3 number with each of the 8 significands
 
 

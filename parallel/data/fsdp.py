@@ -215,8 +215,8 @@ class FSDP(Stepped):
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
 
     def _whole(self, name: str) -> Whole | None:
-        """Return how to gather a parameter's matrices: first from FSDP's shards, then from the layout's tensor- and expert-parallel shards.
-        None if this rank has whole matrices, and no other rank has copies of them."""
+        """Return how to gather a parameter's matrices: first from FSDP's shards, then from the layout's tensor-parallel shards. Return
+        None if no other rank has a shard or copy of this rank's matrices."""
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole

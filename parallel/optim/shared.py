@@ -26,7 +26,7 @@ from parallel.mesh.mesh import Axis
 # K matrices of one parameter, R rows, C columns
 
 _ROUND_ELEMENTS = 32 * 2**20  # minimum number of elements in a round, over all ranks: 128 MiB of fp32
-Work = Callable[[int, Tensor], Tensor]  # (number of a Stack, whole matrices [K, R, C]) -> results [K, R, C]
+Work = Callable[[int, Tensor], Tensor]  # (Stack.number, whole matrices [K, R, C] of this stack) -> results [K, R, C]
 Cost = Callable[[tuple[int, int]], float]  # shape of a matrix -> cost of the work on it, in any unit
 # The steps of a round: each ends when a collective has started. Returns this rank's shard of the results, one tensor for each stack.
 Steps = Generator[None, None, list[Tensor]]

@@ -35,10 +35,12 @@ class Finding:
 
 
 def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, share: float = 1.0, settled: bool = False) -> Finding | None:
-    """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the reports do not show for which ranks.
+    """Find the ranks that hold up the others. Return None if the reports do not show them. Unless a rank waits long enough, the search is
+    only for failed and differing ranks.
 
     answers: rank -> its report. silent: rank without a report -> text about its last sign of life. limit_s: the watchdog's time limit.
-    share: a rank counts as waiting after this fraction of `limit_s`. 0: every rank that does not compute counts as waiting.
+    share: a rank counts as waiting after this fraction of `limit_s`. 0: every rank that does not compute counts as waiting, and
+    silent ranks are found even if none waits.
     settled: all ranks are at the same point of the step, so they must have run equally many collectives."""
     waiting = {r for r, a in answers.items() if a["waits"] != "no" and a["idle"] >= share * limit_s * a["patience"]}
     found = _differ(answers, settled=settled)

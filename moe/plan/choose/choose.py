@@ -206,7 +206,7 @@ class Held:
 
 
 def _kinds(plan: Plan) -> int:
-    """Return the number of kinds of parallelism that the plan uses, plus its ZeRO stage."""
+    """Return the number of kinds of parallelism besides dp that the plan uses, plus its ZeRO stage."""
     return sum(n > 1 for n in (plan.tp, plan.sp, plan.pp, plan.ep, plan.etp)) + plan.stage
 
 

@@ -91,8 +91,8 @@ def stage_times(network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int
 
 def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Kinds) -> list[Stage]:
     """Return the times of one micro-batch on each rank (or stage) that `kinds` lists, in its order. Equal kinds are computed once."""
-    # `alike` leaves out the number of micro-batches, the engine and the other stages: plans that differ only in these share cached stages
     added = 0 if plan.microbatches == 1 else plan.storage.gradients
+    # only what a stage's time depends on: plans that differ otherwise, for example in the engine, share cached stages
     alike = network, of_layer(plan), cluster, program, plan.recompute, plan.recompute_every, added, plan.pp > 1
     made = [_stage(*alike, kind) for kind in kinds.distinct]
     return [made[number] for number in kinds.of]

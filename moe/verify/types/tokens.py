@@ -103,10 +103,10 @@ def _balance(
         shares = [counts[expert] / counts.total() for expert in range(experts)]
         if any(abs(mine - total * share) > bound * total for mine, share in zip(whole, shares, strict=True)):
             yield f"not in proportion: the gradients of the probabilities {_short(whole, total)}, choices {_short(shares, 1.0)}"
-    ends = [each[2:] for each in sums if len(each) > 2]  # (minimum, maximum) of each pass that has tokens
-    if spec.balance_scope == "global_batch" and ends:
+    extremes = [each[2:] for each in sums if len(each) > 2]  # (minimum_E, maximum_E) of each pass that has tokens
+    if spec.balance_scope == "global_batch" and extremes:
         least, most = (
-            [pick(column) for column in zip(*side, strict=True)] for pick, side in zip((min, max), zip(*ends, strict=True), strict=True)
+            [pick(column) for column in zip(*side, strict=True)] for pick, side in zip((min, max), zip(*extremes, strict=True), strict=True)
         )
         if any((b - a) * len(tokens) > bound * total for a, b in zip(least, most, strict=True)):
             yield "varies, though it is replicated: the gradient of a probability, over tokens"
