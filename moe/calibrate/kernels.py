@@ -67,7 +67,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
     for direction, operations in enumerate((4.0, 10.0)):  # floating-point operations per pair and channel: forward, backward
         of_pair = [1e12 * seconds[direction] / pairs for seconds in (small, large)]
         slope = max(0.0, of_pair[1] - of_pair[0]) / (HEADS[1] - HEADS[0])
-        slope = min(slope, of_pair[0] / HEADS[0])  # so that neither a nor b is negative
+        slope = min(slope, of_pair[0] / HEADS[0])  # so that b is not negative
         found += [slope / operations, of_pair[0] - slope * HEADS[0]]
     return found
 

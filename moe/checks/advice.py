@@ -77,9 +77,9 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
 
 
 def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
-    """Return the smallest set of changes after which the recipe is accepted, or None. tries: changes that were not enough, each with the
-    error that remained. Each change is combined with a change from the fix of its remaining error, up to _FURTHER times. origins: key ->
-    origin of its value. The search ends at process time `until`."""
+    """Extend changes that were not enough until the recipe is accepted. Return the first extended change that is enough; None if none is.
+    tries: (change, error that remains after it). In each of _FURTHER rounds, every change is combined with each change that the fix of its
+    error proposes. origins: key -> origin of its value. The search ends at process time `until`."""
     for _ in range(_FURTHER):
         longer: list[tuple[Fix, BadInput]] = []
         for change, refused in tries:

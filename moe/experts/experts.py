@@ -1,8 +1,9 @@
 """The experts of one layer: feed-forward networks, with each matrix stacked over experts in one tensor [experts, in, out].
 
 A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2). Tiling
-cuts these hidden units into chunks: each tile has one chunk of every expert, and the tiles' outputs are summed (parallel/data/tiling.py).
-Weights are read in `forward`, because FSDP and ZeRO-3 gather them by hooks on `forward`. `chunks` reads them earlier if there are no tiles.
+cuts these hidden units: each tile has a part of the units of every expert, and the tiles' outputs are summed (parallel/data/tiling.py).
+Weights are read in `forward`, because FSDP and ZeRO-3 gather them by hooks on `forward`. Without tiles, the method `chunks`, which divides
+the experts into groups, reads them earlier.
 """
 
 from __future__ import annotations

@@ -163,9 +163,10 @@ class Expected:
 
 
 def _of_values(twin: Case) -> Expected:
-    """Return the Expected of a recipe that runs with its own sizes and layout. In 16 bits only the Bound limits deviations. If the twin
-    lacks the recipe's optimizer, the update and all losses but the first are compared with the trainer on one process. Their tolerance is
-    then twice the deviation between two such runs that differ in the order of sums."""
+    """Return the Expected of a recipe that runs with its own sizes and layout. If the case rounds to less than fp32, all tolerances are
+    infinite, and only a `Bound` limits deviations. If the twin lacks the recipe's optimizer, the expected update and all losses but the
+    first come from the trainer on one process. Their tolerance is then twice the deviation between two such runs that differ in the order
+    of sums, but at least FP32_TOLERANCE."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))

@@ -117,7 +117,7 @@ def _cheapest(
     sizes, numbers = dict(mesh), count()
     ahead: list[tuple[float, int, int, Sharding, tuple[Step, ...]]] = [(0.0, 0, next(numbers), held, ())]
     done: set[Sharding] = set()
-    keep = wanted.axes | held.axes
+    usable = wanted.axes | held.axes
     while ahead:
         cost, length, _, now, steps = heapq.heappop(ahead)
         if now == wanted:
@@ -125,15 +125,15 @@ def _cheapest(
         if now in done:
             continue
         done.add(now)
-        for step, after in _moves(now, shape, sizes, keep, itemsize):
+        for step, after in _moves(now, shape, sizes, usable, itemsize):
             if after not in done:
                 heapq.heappush(ahead, (cost + step.sent, length + 1, next(numbers), after, (*steps, step)))
     raise AssertionError(f"no steps from {held} to {wanted}")
 
 
-def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, keep: frozenset[str], itemsize: int) -> Iterator[tuple[Step, Sharding]]:
-    """Yield (step, sharding after it) for each possible step from the sharding `now`. keep: the only axes over which a slice may shard a
-    dim."""
+def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, usable: frozenset[str], itemsize: int) -> Iterator[tuple[Step, Sharding]]:
+    """Yield (step, sharding after it) for each possible step from the sharding `now`. usable: axes that a step of kind "slice"
+    may use."""
     bytes_held = prod(now.local(shape, mesh)) * itemsize
 
     def step(kind: Kind, axis: str, source: int | None, target: int | None) -> tuple[Step, Sharding]:
@@ -151,7 +151,7 @@ def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, keep: frozenset[s
     for axis in now.partial:
         yield step("all_reduce", axis, None, None)
         yield from (step("reduce_scatter", axis, None, d) for d in room(axis))
-    for axis in sorted(keep - now.axes):
+    for axis in sorted(usable - now.axes):
         yield from (step("slice", axis, None, d) for d in room(axis))
     for source, axes in enumerate(now.dims):
         if axes:

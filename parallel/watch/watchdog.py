@@ -237,8 +237,8 @@ class Watchdog:
         return f"{finding.line}; the run ended after train.timeout_s, {self.limit_s:g} s" if why == "hang" else finding.line
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
-        """End this process with `line`, unless the main thread is ending and will print it. heard: number of the question on which `line`
-        is the verdict; 0: none."""
+        """End this process with `line`, unless the main thread is ending and will print it. heard: N if `line` is the verdict line/N;
+        rank 0 waits until heard/N counts all readers. 0: `line` is no verdict."""
         if self._decided.is_set():
             return
         self.line, self.prints, self.kind = line, prints, kind

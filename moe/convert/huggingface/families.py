@@ -170,10 +170,10 @@ def _without(key: str) -> _Must:
 
 @dataclass(frozen=True)
 class Windows:
-    """A family's rule for sliding windows. `asked`: windows apply only if config.json has use_sliding_window true. `layers`, the layers
-    with a window: "every" layer; "from" layer max_window_layers to the last; "other": layers 0, 2, 4 and so on, if `asked` only those below
-    max_window_layers. If config.json has layer_types, that key replaces the rules "from" and "other". `absent`: the window in tokens if
-    config.json has no sliding_window."""
+    """A family's rule for sliding windows. `layers` says which layers have a window: "every" layer; "from": layer max_window_layers and all
+    later ones; "other": layers 0, 2, 4 and so on. layer_types in config.json replaces "from" and "other". `absent`: the window in tokens
+    if config.json has no sliding_window. `asked`: windows apply only if config.json has use_sliding_window true; "other" then ends before
+    layer max_window_layers."""
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096

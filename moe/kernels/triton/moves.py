@@ -170,7 +170,7 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     passed_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((1,), tl.int32)
     begin_R = passed_R
-    # pairs sorted by (bin, source): count the pairs before the row's pair (passed_R) and their rows (begin_R)
+    # pairs sorted by (bin, source); passed_R: number of pairs before the one that has row R; begin_R: number of rows of those pairs
     for first in range(0, P * B, BLOCK_N):
         pair_N = first + tl.arange(0, BLOCK_N)
         count_N = tl.load(counts + pair_N % P * B + pair_N // P, mask=pair_N < P * B, other=0).to(tl.int32)

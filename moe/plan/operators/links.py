@@ -29,7 +29,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Equal devices in a grid. sizes, links: number of ranks and link of each axis; neighbours along the last axis are closest. flops:
+    """Equal devices in a grid. sizes, links: number of ranks and link of each axis; neighbors along the last axis are closest. flops:
     FLOPs a second of one device. moved: memory bandwidth of one device, bytes a second. memory_bytes: memory of one device."""
 
     sizes: tuple[int, ...]

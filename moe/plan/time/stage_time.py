@@ -130,8 +130,8 @@ def _kinds(network: Network, given: tuple[int, ...] | None, where: Placed, pp: i
 
 
 def _of_ranks(network: Network, given: tuple[int, ...] | None, homes: Sequence[Sequence[int]], every: int) -> list[Counts]:
-    """Return the Counts of each rank. Only layers with an index divisible by `every` are counted. homes: for each stage, its rank. given:
-    Plan.stage_layers."""
+    """Return the Counts of each rank. Only layers with an index divisible by `every` are counted. homes: for each stage, a tuple
+    of its only rank. given: Plan.stage_layers."""
     before, sparse = network.before, set(network.with_experts)
     found, at = [[0] * (4 if before else 2) for _ in range(1 + max(map(max, homes)))], 0
     for size, (rank,) in zip(counts.sizes_of(network.depth, len(homes), given), homes, strict=True):

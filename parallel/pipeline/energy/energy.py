@@ -211,7 +211,8 @@ class Graph:
         self.transfer_time = transfer_time
         # (stage, version) of an S -> node of S on each replica's rank that has reached it -> vertices that this node needs
         self._reached: dict[tuple[int, int], dict[Node, set[int]]] = {}
-        last: dict[tuple[str, int, int], int] = {}  # ("rank" or "S", rank, 0) or ("link", source, target) -> its last vertex so far
+        # ("rank", R, 0): last vertex of rank R so far, without S; ("S", R, 0): its last S; ("link", A, B): last message from rank A to B
+        last: dict[tuple[str, int, int], int] = {}
         arrives: dict[int, int] = {}  # number of the sending action -> vertex of its message
         graph, nodes = action_graph(schedule), [node for node, _ in schedule.nodes()]
         for n in graph.order:
