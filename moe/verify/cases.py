@@ -149,7 +149,7 @@ OTHER: dict[str, dict[str, Any]] = {  # models for one feature each, such as an 
         "router": {"preset": "glam", "min_capacity": 1},
     },
     "muon": {
-        "optimizer": {"kind": "muon"},
+        "optimizer": LINEAR | {"kind": "muon"},  # biases take AdamW's step
         "router": {"preset": "qwen3_moe", "num_choices": 2, "group": "sequence", "balance_scope": "sequence"},
         "experts": {"shared": 1, "shared_gate": True, "biases": True},
     },
