@@ -187,8 +187,8 @@ class ValidationSet:
         return Held(mine, text_bytes / tokens)
 
     def predicted(self, chosen: Ints) -> tuple[int, int]:
-        """Return (bytes of text, number of tokens) of the predicted tokens in the windows with the indices `chosen`. Every rank counts the
-        windows of all ranks."""
+        """Return (bytes of text, number of tokens) of the predicted tokens in the windows with the indices `chosen`. These are all
+        ranks' windows, so every rank gets the same result."""
         if self.bytes_per_id is None:
             return (len(chosen) * self.windows.max_length,) * 2
         text_bytes = tokens = 0

@@ -138,7 +138,7 @@ class Experts(nn.Module):
 
     @property
     def _form(self) -> dict[str, Any]:
-        """The arguments of Experts that these experts and their tiles share."""
+        """The arguments of `Experts` that are the same for these experts and for each of their tiles."""
         form = {"d_model": self.d_model, "d_ff": self.d_ff, "kernels": self.kernels_name, "products": self.products.name}
         return form | {"biases": self.biases} | self.activation._asdict()
 

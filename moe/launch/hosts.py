@@ -55,7 +55,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix=fix)
         if not _SLOTS.fullmatch(slots) or not _HOST.fullmatch(words[0]) or words[0] in hosts:
             got = f"{words[0]} twice" if words[0] in hosts else line.strip()
-            needed = "NAME slots=N (or its IPv4 address), each host once"
+            needed = "NAME slots=N (NAME: a name or an IPv4 address), each host once"
             raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix="for example: worker-0 slots=8")
         hosts[words[0]] = int(slots)
     if not hosts:

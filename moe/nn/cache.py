@@ -4,8 +4,8 @@
     next token         core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
 In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. During generation,
-the cache's methods replace functions of the model: `attend` replaces attention's `core`; `products`, cross attention's `products`;
-`all_places`, the model's `whole_sequences`, which is called with flags of document starts.
+the cache's methods replace functions of the model: `attend` replaces attention's `core`, and `products` replaces cross attention's
+`products`. `all_places` replaces the model's `whole_sequences`, which gets a flag for each token: whether a document begins there.
 """
 
 from __future__ import annotations

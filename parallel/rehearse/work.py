@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 _ROOT = f"{Path(__file__).parents[2]}/"
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{_ROOT}parallel/mesh/host.py", "<")  # paths that `where` skips
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the operator's result, or its shape, depends on values
-_WAITS = {"bincount": 2, "repeat_interleave": 2}  # operator -> number of values that it reads, with a wait for each; others: one
+_WAITS = {"bincount": 2, "repeat_interleave": 2}  # operator -> its number of host synchronizations; others have one
 _IDLE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream")  # no kernel
 _PRODUCTS = (
     "mm",

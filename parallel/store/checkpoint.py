@@ -339,7 +339,7 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
     if there or (os.path.lexists(folder) and not _is_folder(folder)):
         raise BadInput(
             str(folder),
-            got="checkpoints, none of which verifies" if there else "no folder, or a broken link",
+            got="checkpoints, none of which verifies" if there else "a file or a broken link",
             needed="at least one checkpoint that verifies",
             fix="restore a checkpoint, or start over with --fresh, which sets the folder aside",
         )

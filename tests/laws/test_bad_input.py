@@ -559,7 +559,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--router.preset expert_choice --router.balance_weight 0 --router.gates after_drop",
-        "router.select: got expert_choice, needed second always",
+        "router.select: got expert_choice, needed router.second always",
         "set router.preset to expert_choice",
     ),
     (

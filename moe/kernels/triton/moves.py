@@ -91,9 +91,11 @@ def _stored(choice_N, real_N, row, choices):
 
 @triton.jit(do_not_specialize=["tokens"])
 def count(expert, active, row, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write the number of active choices of each expert in each block of a group into out [groups, blocks + 1, E]. Choices of expert -1 are
-    not counted. Also fill `zeros`, if given, with 0: it has one element for each choice. The kernel `rank`, which runs later, writes the
-    sorted choices into this tensor (its `choice_of`), but not into all elements.
+    """Count the active choices of each expert in each block of a group. Write the numbers into out [groups, blocks + 1, E]; the kernel
+    `scan` fills the entry after the last block. Choices of expert -1 are not counted.
+
+    zeros: a tensor with one element for each choice, which is filled with 0, or None. The kernel `rank` gets it as `choice_of`, and writes
+    the sorted choices into its first elements; inactive choices leave zeros at the end.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)

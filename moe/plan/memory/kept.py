@@ -251,10 +251,11 @@ def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: b
 
 
 def between_halves(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, whole: bool) -> float:
-    """Bytes that a micro-batch keeps on a stage of an encoder-decoder, in addition to its layers and ends: the encoder's last norm, and
-    the half (encoder's or decoder's hidden states) that the stage's layers do not read. Stages send both halves in one tensor, and a view
-    of one half keeps all of it. On a stage without layers, the head reads the decoder's half. On the first stage, dropout returns a
-    separate tensor for each half. whole: `inputs_kept` already counts a sent tensor."""
+    """Bytes that a micro-batch keeps on a stage of an encoder-decoder, in addition to its layers and ends: the encoder's last norm, and, if
+    all layers of the stage belong to one half (encoder or decoder), the hidden states of the other half. A stage's input is one tensor with
+    the hidden states of both. A layer keeps a view of its half, and so the memory of both. On a stage without layers, the head reads the
+    decoder's half. On the first stage, dropout makes a separate tensor of each half. whole: `inputs_kept` already counts a tensor with both
+    halves."""
     if network.encoder is None:
         return 0.0
     halves, kept = {index < network.before for index in layers} or {False}, 0.0

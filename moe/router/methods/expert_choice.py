@@ -34,7 +34,7 @@ class ExpertChoice(Method):
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
         if spec.second == "random" or spec.gates == "after_drop" or spec.softmax_over == "chosen":
-            needed = "second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped"
+            needed = "router.second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped"
             raise BadInput("router.select", got="expert_choice", needed=needed, fix=Set("router.preset", "expert_choice"))
         for key, factor in (("capacity_factor", spec.capacity_factor), ("eval_capacity_factor", spec.eval_capacity_factor)):
             if factor is None:

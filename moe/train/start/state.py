@@ -264,7 +264,7 @@ def opened(path: Path) -> Reader:
     counters, names = held["counters"], Counters.__dataclass_fields__
     whole = all(isinstance(counters.get(name), int) and counters[name] >= 0 for name in names)
     if not whole or counters["updates"] + counters["skipped"] > counters["step"]:
-        needed = f"{', '.join(names)} as whole numbers from 0, updates and skipped no more than steps"
+        needed = f"{', '.join(names)} as whole numbers from 0, with updates + skipped at most step"
         raise BadInput(what, got=f"counters {counters}", needed=needed, fix=fix)
     return reader
 

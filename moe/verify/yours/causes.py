@@ -270,7 +270,7 @@ def _weights_in(of: Comparison, module: str) -> list[str]:
 
 
 def _cut_of(of: Comparison, name: str) -> tuple[int, int, int] | None:
-    """Return (dim, its whole size, number of blocks) of the cut by which the first rank has a part of a weight; None if it has all."""
+    """Return (dim, its whole size, number of blocks as in Part.cut) of the first rank's cut of a weight; None if the weight is not cut."""
     shape, held = of.one.pieces[Key("weight", name)][0].shape, of.ranks[0].pieces[Key("weight", name)][0]
     for dim, (own, whole) in enumerate(zip(held.shape, held.whole, strict=True)):
         if own < whole:  # a DTensor's shard

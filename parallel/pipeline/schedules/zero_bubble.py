@@ -4,10 +4,10 @@
     rank 2 | .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3     the last of three ranks in H1: W fills what would be bubbles
 
 H1 (section 2), with p ranks, m micro-batches: rank r starts with p - r forward passes and delays W by r micro-batches, so each rank keeps p
-micro-batches until their W. The bubble is (p - 1) (F + I - W) / (m (F + I + W)), where F, I and W are times. H2: rank r starts with
-2 (p - r) - 1 forward passes, delays W by 2 r, and keeps 2 p - 1 micro-batches. The bubble is (p - 1) (F + I - 2 W) / (m (F + I + W)). Both
-formulas count from rank 0's first action to its last. Rank r begins each step later than rank 0 by some time; the formulas hold for rank r
-only if it may also end later by that time. In H2, a gradient norm over all ranks before the update makes all ranks wait for each other.
+micro-batches until their W. The bubble is (p - 1) (F + I - W) / (m (F + I + W)), where F, I and W are times, if neither F nor I is shorter
+than W. H2: rank r starts with 2 (p - r) - 1 forward passes, delays W by 2 r, and keeps 2 p - 1 micro-batches. The bubble is
+(p - 1) (F + I - 2 W) / (m (F + I + W)). Both formulas assume that a rank begins its next step right after its own last action. In H2, later
+ranks begin and end a step later than rank 0. A gradient norm over all ranks makes every rank wait before its update, so H2's bubble grows.
 
 V (section 6): two chunks (stages) a rank, placed as a V. Rank 0 holds stages 0 and 2 p - 1, rank 1 stages 1 and 2 p - 2. Every rank keeps
 activations of up to 2 p (chunk, micro-batch) pairs, the memory of 1F1B's first rank. There is no bubble if F = I = W. V sends twice as many
