@@ -262,8 +262,8 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _is_empty(root: Path) -> bool:
-    """Return whether all files in a folder, and in the folders in it, have 0 bytes. Return False if this user may not look into one of the
-    folders, which may have files with text."""
+    """Return whether all files of a folder and its subfolders have 0 bytes. Return False if this user may not read one of these folders,
+    because its files may have text."""
     locked: list[OSError] = []
     for folder, _, files in os.walk(root, onerror=locked.append):
         paths = [os.path.join(folder, name) for name in files]

@@ -56,7 +56,7 @@ def _feistel(cells: npt.NDArray[np.uint64], rows: np.uint64, columns: np.uint64,
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply SplitMix64's finaliser, modulo 2^64 (Steele, Lea and Flood 2014): each input bit changes about half of the output bits."""
+    """Apply SplitMix64's finalizer, modulo 2^64 (Steele, Lea and Flood 2014): each input bit changes about half of the output bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

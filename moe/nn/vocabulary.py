@@ -100,7 +100,7 @@ class Rows(nn.Module):
 
 
 class TiledRows(Tiled):
-    """Rows of a vocabulary matrix as several tiles. The interface to other ranks, `others`, is set here and not on the tiles."""
+    """Rows of a vocabulary matrix, cut into tiles. The exchange with other ranks, `others`, is set here, not on each tile."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__(tiles)

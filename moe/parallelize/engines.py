@@ -171,7 +171,7 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
 
 
 def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
-    """Return the rule of a user's optimizer, which the function `factory` makes."""
+    """Return the settings of the optimizer that the user's function `factory` makes."""
     return Given(factory, "optimizer.kind" if is_plugin(settings.kind) else "optimizer", settings.lr, settings.weight_decay, decays)
 
 

@@ -122,7 +122,7 @@ def _pairs(here: str) -> dict[str, Any]:
 
 
 def _accepted(key: str, value: Any) -> bool:
-    """Return whether a recipe's section accepts the value. False for a name that is not a key, such as `optimizer.KEY`."""
+    """Return whether the recipe's section accepts this value of `key`. Return False if no section has this key."""
     outer, _, name = key.rpartition(".")
     section = section_of(field_at(outer.split("."))) if outer and field_of(key) is not None else None
     try:

@@ -259,7 +259,7 @@ class Case:
     overflow: bool = False  # one rank's gradient is infinite in step OVERFLOWS
     tp: int = 1
     tensor: str = "copied"  # how tp ranks split weights: a value of tensor.kind or a key of FORMS
-    parts: int = 1  # reference: a layer's output is the sum of partial results of this number of tp ranks (moe/verify/in_parts.py)
+    parts: int = 1  # reference: number of tp ranks whose partial results are summed to a layer's output (moe/verify/in_parts.py)
     first_part: int = 0  # reference: tp rank with whose partial result these sums begin
     blocks: int = 1  # reference: matrices are multiplied in `blocks` x `blocks` pieces, as on a grid of tp ranks (moe/verify/in_parts.py)
     sp: int = 1

@@ -133,7 +133,7 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
     dp = _dp_of(choice, world, pp * tp * sp, ep * etp, sp=sp)
-    # without a pipeline: 3 micro-batches, or 1 if dp is 8. So dp * microbatches is at most 12, the most parts of a batch in reference runs
+    # without a pipeline: 3 micro-batches if dp * 3 is at most 12, the largest number of micro-batches in reference runs (CUTS); otherwise 1
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
     batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # tp // 2: at least as many sequences as a tp grid has rows

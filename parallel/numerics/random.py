@@ -4,7 +4,7 @@ A number is a hash of (key, position, column). The key gives its purpose (seed, 
 index in the step. So jitter and dropout are equal for any number of ranks and micro-batches, and for any parallelism. A recomputed
 forward pass draws the same numbers again.
 
-The hash is 32-bit multiply-xorshift (two rounds of the murmur3 finaliser's form), in integers, so all devices give equal numbers.
+The hash is 32-bit multiply-xorshift (two rounds of the murmur3 finalizer's form), in integers, so all devices give equal numbers.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ from parallel.tensor.style import Shape, Style, low_rank
 class Column(Style):
     """Splits a product's outputs over an axis: dim 0 of a weight [out, in].
 
-    Fills the slot `products` of the layer (a replaceable function, style.py). A layer without this slot, such as a sum of tiles
-    (parallel/data/tiling.py), gets `enter` instead: the gradient of x is then summed over ranks only once, after all tiles.
+    Fills the slot `products` of the layer (a replaceable function, style.py). Fills the slot `enter` of a layer that
+    lacks `products`, such as a sum of tiles (parallel/data/tiling.py): the gradient of x is then summed over ranks once for all tiles.
     sliced: with sequence parallelism between layers (sliced.py). chunks: largest number of chunks into which products are cut, so that the
     collective of one chunk overlaps with the products of the next (overlapped.py)."""
 

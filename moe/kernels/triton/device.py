@@ -88,7 +88,8 @@ def held_tiles(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> 
     A group is `group` tile rows, or tile columns if `across` (width < height). It reads the whole wider operand, but only some columns of
     the narrower one. These stay in the L2 cache if they fit. `rows`: mean rows of an expert. `like`: an operand, for dtype and device.
     """
-    room = _l2_bytes(like.device) // 3  # a third: each half of the cache may keep a copy, and the wider operand needs room too
+    # a third: two copies, because each half of the cache may keep its own, and as much again for the wider operand
+    room = _l2_bytes(like.device) // 3
     across = width < height
     size, side = (width, t.n) if across else (height, t.m)
     tiles, most = triton.cdiv(size, side), room // (side * max(rows, 1) * like.dtype.itemsize)

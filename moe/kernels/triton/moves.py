@@ -131,12 +131,15 @@ def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 @triton.jit(do_not_specialize=["tokens", "slots", "first", "mine"])
 def rank(expert, active, row, before, totals, out, choice_of, slots, first, mine, tokens, choices, E, QUEUE: tl.constexpr,
          BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """Write into out [T, K] whether a choice is active and among the first `slots` active ones of its expert and group. `before` [groups,
-    blocks + 1, E]: number of the expert's active choices in earlier blocks. With `row`, write only this rank's choices: the
-    gathered choices `first` to `first + mine - 1`.
+    """Rank the choices of each expert within each group of tokens. Write one of two results into out [T, K]:
 
-    `totals` [E]: number of active choices of each expert, or None. If given, write instead each active choice's position after sorting by
-    expert (-1: inactive) into out, and the choice at each position into `choice_of`.
+    without `totals`          whether a choice is active and among the first `slots` active choices of its expert in the group. With `row`,
+                              only for this rank's choices: the gathered choices `first` to `first + mine - 1`
+    with `totals`, one group  an active choice's position after sorting by expert; -1 for an inactive choice. Also write the choice at each
+                              position into `choice_of`
+
+    `before` [groups, blocks + 1, E]: number of an expert's active choices in earlier blocks of the group. `totals` [E]: in all
+    blocks, or None.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)

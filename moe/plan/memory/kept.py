@@ -118,8 +118,8 @@ def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
-    """Bytes that a layer's norm keeps for each element of its input. With tp 2d, 2.5d or 3d: the input in the compute dtype. Otherwise
-    `_norm` also counts a wider dtype of the input, and x / rms(x)."""
+    """Bytes that a layer's norm keeps for each element of its input: the bytes of `_norm`; with tp 2d, 2.5d or 3d only those of the input
+    in the compute dtype."""
     return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 
 

@@ -107,9 +107,9 @@ class _AtWork(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (gradients of weights) is later. none_ended: no B or W of
-    the step has ended. gradients: which gradients of the stage exist: 0: none, 1: those that I computes (embedding, LoRA), 2: all. last:
-    it may be the rank's last backward pass of the step, in which only one micro-batch is in flight."""
+    """A backward pass of one micro-batch on a stage. at_i: it is an I (gradients of inputs), whose W (gradients of weights) follows later.
+    none_ended: before it, no B or W of the step has ended. gradients: those of the stage that exist before it: 0 for none, 1 for those that
+    I computes (embedding, LoRA), 2 for all. last: no other micro-batch is in flight, so it may be the rank's last of the step."""
 
     at_i: bool
     none_ended: bool

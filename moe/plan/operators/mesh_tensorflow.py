@@ -87,8 +87,8 @@ def together(graph: Graph) -> dict[str, str]:
 
 
 def renamed(graph: Graph) -> Graph:
-    """Return the graph with other dim names for MoE layers: `batch` is called INSIDE between dispatch and combine, and `experts` is called
-    OUTSIDE everywhere else."""
+    """Return the graph with two dims of MoE layers renamed: `batch` to INSIDE between dispatch and combine, and `experts` to OUTSIDE
+    everywhere else."""
     roles = {op.name: {graph.dims[letter].name for letter in op.factors} for op in graph.operators}
     inside = {op.name for op in graph.operators if op.kind in ("product", "pointwise") and {"experts", "slots"} <= roles[op.name]}
     if not inside:

@@ -34,15 +34,16 @@ def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
     compared as well, because a rank has none for rows of other ranks' experts."""
     if module not in of.rows:
         sides: list[tuple[Tensor, Tensor]] = []
-        # kind of value -> divisor: the larger, the less this kind counts in the distance between rows
-        weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := of_experts(of, module.rpartition(".")[0])) else {})
-        for key in (k for k in of.order if k.name == module and k.kind in weights):
+        spare = of_experts(of, module.rpartition(".")[0])
+        # kind of value -> divisor of its values: kinds with larger divisors count less in the distance between rows
+        divisors = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if spare else {})
+        for key in (k for k in of.order if k.name == module and k.kind in divisors):
             whole = joined(of.one.pieces[key])
             if whole is None or len(whole.shape) < 2:
                 continue
             one, here = stacked([whole], [1.0]), stacked(of.pieces(key), [], whole, of.readers)
             if one is not None and here is not None and (not sides or [len(one), len(here)] == [len(side) for side in sides[0]]):
-                size = weights[key.kind] * (float(one.abs().max()) or 1.0)
+                size = divisors[key.kind] * (float(one.abs().max()) or 1.0)
                 sides.append((one / size, here / size))
         pairs = [torch.cat(side, 1) for side in zip(*sides, strict=True)]
         order = nearest(pairs[0], pairs[1], spare=spare) if pairs else None

@@ -64,7 +64,7 @@ def _peaks(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
     in base microbatches + 1, with one digit for each chunk: the number of micro-batches between the chunk's forward and backward pass."""
     sizes, base = groups(ranks, microbatches), microbatches + 1
     passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
-    # item n: number of each chunk's passes among the first n, encoded; backward passes start with the last chunk
+    # item n: how many of the first n passes each chunk has, encoded as one number; backward passes begin with the last chunk
     forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))
     backward = list(accumulate((base**chunk for chunk in passes), initial=0))
     found = []
