@@ -559,8 +559,8 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--router.preset expert_choice --router.balance_weight 0 --router.gates after_drop",
-        "router.select: got expert_choice, needed router.second always",
-        "set router.preset to expert_choice",
+        "router.gates: got after_drop with select expert_choice, needed as_is",
+        "set router.gates to as_is",
     ),
     (
         T + "--router.preset expert_choice --router.balance_weight 0",

@@ -33,9 +33,10 @@ class ExpertChoice(Method):
     is_balanced = "every expert takes equally many tokens"
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
-        if spec.second == "random" or spec.gates == "after_drop" or spec.softmax_over == "chosen":
-            needed = "router.second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped"
-            raise BadInput("router.select", got="expert_choice", needed=needed, fix=Set("router.preset", "expert_choice"))
+        for key, value, other in (("second", "random", "always"), ("gates", "after_drop", "as_is"), ("softmax_over", "chosen", "all")):
+            if getattr(spec, key) == value:
+                got, needed = f"{value} with select expert_choice", f"{other}: no token chooses, and nothing is dropped"
+                raise BadInput(f"router.{key}", got=got, needed=needed, fix=Set(f"router.{key}", other))
         for key, factor in (("capacity_factor", spec.capacity_factor), ("eval_capacity_factor", spec.eval_capacity_factor)):
             if factor is None:
                 needed = "a number: it sets the number of tokens that an expert takes"
