@@ -305,8 +305,8 @@ def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[d
 
 
 def _weighted(spans: list[Span], answers: list[dict[str, Any]], template: ChatTemplate) -> list[Span]:
-    """Return the spans of the assistant's messages (`answers`), except those of weight 0. Raises BadInput if a message has weight 0, and
-    spans and messages do not match one to one."""
+    """Return the spans of the assistant's messages (`answers`), except those of weight 0. Raises BadInput if a message has weight 0
+    while the numbers of spans and messages differ."""
     if all(answer.get("weight", 1) for answer in answers):
         return spans
     if len(spans) != len(answers):

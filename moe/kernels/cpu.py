@@ -60,10 +60,10 @@ def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_ex
 def kept_of_rows(
     expert_PK: Tensor, row_G: Tensor, *, mine: range, num_groups: int, num_experts: int, slots_each: int, counted: int
 ) -> Tensor:
-    """Return whether each of this rank's choices gets a slot, bool [T, K], in groups of tokens that several ranks share. `expert_PK`: the
-    choices gathered from these ranks, -1 for one that needs no slot. `row_G`: for each token, in the order of sequences, its row in
-    expert_PK. `mine`: this rank's rows of expert_PK. `slots_each`: slots of an expert in a group. `counted`: not used; only the
-    Triton kernel `queues`, which has the same arguments, needs it."""
+    """Return whether each of this rank's choices gets a slot, bool [T, K], if several ranks hold tokens of the same group. `expert_PK`: the
+    choices gathered from these ranks, -1 for one that needs no slot. `row_G`: rows of expert_PK in the order in which slots are given:
+    sequence after sequence. `mine`: this rank's rows of expert_PK. `slots_each`: slots of an expert in a group. `counted`: not used; only
+    the Triton kernel `queues`, which has the same arguments, needs it."""
     expert_GK, kept_PK = expert_PK[row_G], torch.zeros_like(expert_PK, dtype=torch.bool)
     sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots_each": slots_each}
     kept_PK[row_G] = kept(expert_GK.clamp(min=0), expert_GK >= 0, **sizes)

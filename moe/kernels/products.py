@@ -26,7 +26,7 @@ class Products:
     # True: operands are rounded to fewer bits than the compute dtype, so results of different parallel layouts can differ by 1e-5
     rounds: ClassVar[bool] = True
     kind: ClassVar[str | None] = None  # dtype whose FLOP rate the planner assumes, such as fp8; None: the compute dtype
-    whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
+    whole_rows: ClassVar[str | None] = None  # reason why hidden units cannot be cut over ranks (etp) or tiles; None: they can
 
     def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
         """Multiply each row by the matrix of its expert. Return [R, O] in the rows' dtype, with gradients. Rows are sorted by expert.

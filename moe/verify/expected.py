@@ -84,8 +84,8 @@ def alone(twin: Case) -> Case:
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     """Yield (case, value of experts.kernels) for runs on one process that compute the same sums as `alone(twin)` in other orders.
-    Micro-batches also stand for data-parallel ranks, which split a batch in the same way. Layers and sequences are split only
-    if `twin` splits them, because each further split would widen the tolerance.
+    Micro-batches also stand for data-parallel ranks, which split a batch in the same way. Matrices (in parts, tiles or chunks) and
+    sequences are split only if `twin` splits them, because each further order of sums would widen the tolerance.
     """
     one = alone(twin)
     own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # `twin_of` sets this number only if CUTS lacks it

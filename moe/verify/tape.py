@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
 
-TAPED = 3  # number of recorded steps, 0 to 2: step 1 is the first that reads Adam's moments; step 2 follows the one that may overflow
+TAPED = 3  # number of recorded steps, 0 to 2. Step 1 reads Adam's moments, and overflows in some cases; step 2 shows the state after that
 AGAIN = " again"  # appended to a module's name for outputs from recompute
 
 

@@ -220,8 +220,8 @@ class Mesh:
 
     `new_group(ranks)` makes the process group of these ranks; None before `connect`. All ranks must make the same number of process groups
     in the same order, because torch numbers a process's groups and uses the number in the group's name. `connect` makes the groups of
-    `axes`. The methods `part`, and `axis` for several axes, may make one more at their first call. `more`: (label, places) -> the axis
-    that `part` made; None: this rank is not in it."""
+    `axes`. The methods `part`, and `axis` for several axes, may make one more at their first call. `more`: arguments of `part`
+    (label, places) -> the axis that it made; None: this rank is not in it."""
 
     degrees: Degrees = Degrees()
     rank: int = 0

@@ -109,8 +109,8 @@ def _of_messages(of_rank: Mapping[int, Sequence[Call]], named: Callable[[int], s
 
 
 def _messages(calls: Sequence[Call], rank: int, peer: int) -> Iterator[list[tuple[tuple[int, str], Call]]]:
-    """For each batch of messages between the two ranks, yield a sorted list of ((source, content), call). Messages of a batch start
-    together. A message outside of a batch has a list of its own."""
+    """For each batch of messages between the two ranks, yield a sorted list of ((sending rank, call.said), call). Messages of a batch
+    start together. A message outside of a batch has a list of its own."""
     mine = [call for call in calls if call.peer == peer]
     numbered = [(call.batch or -n, ((rank if call.name == "send" else peer, call.said), call)) for n, call in enumerate(mine, 1)]
     for _, batch in groupby(numbered, key=lambda both: both[0]):

@@ -112,8 +112,8 @@ class Exchange(ABC):
         return self.axes[0]
 
     def places(self, routing: Routing, order: tuple[int, ...] | None = None) -> Tensor:
-        """Return the place of each choice's expert (placement.py), int64 [T, K]. `order`: renumbers the places, so that place order[i]
-        becomes i; None: the numbers stay."""
+        """Return for each choice the place of its expert: the position in the order in which ranks hold experts (placement.py), int64 [T,
+        K]. `order`: new numbers of the places; place order[i] gets number i. None: the numbers stay."""
         import torch
 
         from moe.experts.dispatch.placement import place_of_expert

@@ -305,5 +305,5 @@ class _Shared(NamedTuple):
     expert: bool
 
     def of(self, elements: Elements) -> float:
-        """Number of the parameters `elements` that ZeRO shards."""
+        """Return how many of the parameters that `elements` counts are sharded by ZeRO."""
         return (elements.dense if self.dense else 0.0) + (elements.expert if self.expert else 0.0)

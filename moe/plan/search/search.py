@@ -168,7 +168,7 @@ def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
 
 def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, ...], ...]:
     """Return cumulative sums over the layers (`_Solution.sums`). The embedding is counted in the first layer, the head in the last. costs:
-    layer of the folded graph -> its cost."""
+    layer of the folded graph (equal layers are in it once) -> its cost."""
     blocks, (first, *_, last) = runnable.blocks, runnable.whole.layers
     rows = []
     for part in ("seconds", "state_bytes", "output_bytes"):

@@ -231,7 +231,7 @@ def reading(op: Operator, graph: Graph, mesh: Mesh) -> tuple[Strategy, ...]:
 
 
 def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[Strategy, ...]]:
-    """Return a dict: name -> strategies of each operator of a graph that `read_together` returned."""
+    """Return a dict: name -> strategies of each operator. graph: made by `read_together`, which adds operators with whole == "read"."""
     return {op.name: reading(op, graph, mesh) if op.whole == "read" else strategies(op, graph, mesh, settings) for op in graph.operators}
 
 

@@ -83,8 +83,8 @@ class Method:
     reads_scores: ClassVar[bool] = True  # False: the choice does not depend on the router's weight
     uses_bias: ClassVar[bool] = True  # True: the selection bias is added to the scores by which experts are selected
     noises: ClassVar[tuple[str, ...]] = ("none", "gumbel", "noisy_top_k")  # values of router.noise that this method accepts
-    is_top_k: ClassVar[bool] = False  # True: the choices are always the K highest preferred scores
-    fuses: ClassVar[bool] = False  # True: the choice is the K highest preferred scores within `open_groups`, which a fused kernel finds
+    is_top_k: ClassVar[bool] = False  # True: the choices are always the K experts with the highest `preferred_TE`
+    fuses: ClassVar[bool] = False  # True: a fused kernel can make the choices: the highest `preferred_TE` in `open_groups`
     needs_whole_groups: ClassVar[bool] = False  # True: a token's experts depend on other tokens of its group
     looks_ahead: ClassVar[str | None] = None  # reason why a token's experts depend on later tokens; None: they do not
     excess: ClassVar[float | None] = None  # slope s (see BALANCED above) of this method; None: it depends on the spec

@@ -17,8 +17,8 @@ from parallel.mesh.mesh import Axis
 
 ALONE = Axis("tp")  # an axis of one rank
 _MEANS = 7  # number of a layer's packed numbers before each expert's choices: kept, dropped, four mean losses, mean entropy
-# number of a layer's packed numbers after the choices: number of ranks that hold the router's bias, then the sums over these ranks of the
-# bias's minimum, maximum and mean absolute value
+# number of a layer's packed numbers after the choices. The first counts the ranks that hold the router's bias; the others are sums over
+# these ranks of the bias's minimum, maximum and mean absolute value
 _BIAS = 4
 
 

@@ -42,7 +42,7 @@ def sequence_cases() -> list[Case]:
             found += [Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2, length=16)]
     for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq"), OPTIONS, strict=True):
         found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
-    # each method adds attention sinks in its own way. LightSeq: 6 tokens a rank, so that one pair (query, key) is outside the window of 5
+    # each method adds attention sinks in its own way. LightSeq: 6 tokens a rank, so that one pair of a rank is outside the window of 5
     for attention, length in (("ulysses", LENGTH), ("lightseq", 12), ("colossal", LENGTH)):
         found += [Case("gpt_oss", "ddp", 2, 1, 1, "fp32", sp=2, attention=attention, length=length)]
     for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")):
