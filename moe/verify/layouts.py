@@ -49,7 +49,7 @@ Ran = tuple[Result, Tape | None] | str  # outcome of a case: (result, record of 
 Inside = Callable[[], AbstractContextManager[Any]]  # makes the context manager in which every rank runs a case
 # largest number of meshes x ranks in one set of processes: each mesh starts gloo threads, which slow all ranks until the process ends
 MESHES = 16
-LAST = "last module that ran: "  # begins the line that adds Tape.last to the error of a rank that records a tape
+LAST = "last module that ran: "  # prefix of a line in a failed rank's error; Tape.last (a module and a step) follows
 LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take 1 to 2 s, but more on a busy machine
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from parallel.errors import BadInput, harmless
 
 UTF_8 = "utf-8"
-# errors which mean that a file's contents are lost
+# errors after which no contents can be there: nothing is at the path, or no regular file; after other errors they may be intact
 _OF_CONTENTS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG, errno.ESPIPE)
 _MOST_STEPS = 2**53  # all steps are below this number, because ranks exchange steps as float64, which holds them exactly
 MOST_BYTES = 64 * 2**20  # largest recipe, plan, order of actions or hostfile that is read; real ones have a few megabytes at most

@@ -2,9 +2,11 @@
 
 A program is a graph of operators with a sharding of every tensor (parallel/annotations/partition.py). `rows` and `columns` are mesh axes:
 
-    batch over rows, dense weights unsharded                          dp, ddp     (fsdp, if rows shard dense weights too)
-    heads, hidden and vocab over columns, length unsharded            tp, 1d      (sliced, if columns shard the length between layers)
-    experts over rows, columns or both, expert_hidden over either     ep, etp     (on the same ranks as dp and tp)
+    sharding in the program                                   degree of the plan
+    batch over rows, dense weights unsharded                  dp, with ddp (with fsdp, if rows shard dense weights too)
+    heads, hidden and vocab over columns, length unsharded    tp, kind 1d (sliced, if columns shard the length between layers)
+    experts over rows, columns or both                        ep, on the same ranks as dp and tp
+    expert_hidden over rows or columns                        etp, on the same ranks as dp and tp
 
 Each tensor's sharding is compared with its sharding in the most similar plan. The error names the first tensor that differs. A program
 without a plan can still be run operator by operator with torch's DTensor (parallel/annotations/annotated.py).
