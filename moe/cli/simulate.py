@@ -30,7 +30,7 @@ KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the timeline as te
 OPTIONS = ("vertical_sync", "pipelines")  # the first flag is only for pipedream, the second only for chimera
 RANKS, MICROBATCHES = 4, 8  # defaults of --stages and --microbatches
 SEARCH = "search"  # the word of `moe simulate search`
-SEARCHED = 16  # a search takes about as long as 16 simulations, so the limit on its forward passes is divided by this
+SEARCHED = 16  # a search takes about as long as 16 simulations, so it may have only a 16th of their largest number of actions
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
 TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "overlap", "tflops", "link_gb_s")

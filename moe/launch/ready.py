@@ -40,8 +40,9 @@ _LATER = ("torch._dynamo", "torch.utils.tensorboard")
 
 
 class Forked:
-    """The leader process of an attempt, with the interface of `subprocess.Popen` (pid, returncode, poll, wait), and its ranks. pids:
-    process ids of the leader, then of the ranks. receive: returns the next message of the warm process or leader (`Ready._receive`)."""
+    """The leader of an attempt (see the top of this file), with the interface of `subprocess.Popen` (pid, returncode, poll, wait), and its
+    ranks. pids: process ids of the leader, then of the ranks. receive: returns the next message of the warm process or leader
+    (`Ready._receive`)."""
 
     def __init__(self, pids: Sequence[int], receive: Callable[[float], dict[str, Any] | None]) -> None:
         self.pid, self.ranks = pids[0], [Rank(number, pid) for number, pid in enumerate(pids[1:])]

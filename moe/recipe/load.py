@@ -220,7 +220,7 @@ def _read_value(text: Any, annotation: Any) -> Any:
         return os.fspath(text) if isinstance(text, os.PathLike) else text
     is_text = str in ((annotation,) if get_origin(annotation) is tuple else (annotation, *get_args(annotation)))
     if not text.strip() and is_text:
-        return ""  # YAML would read this as null; as text it is refused by Section
+        return ""  # YAML would read an empty text as null; Section refuses ""
     try:
         value = yaml_text.load(text)
     except yaml_text.NOT_YAML:

@@ -119,10 +119,10 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. It also chooses the experts, except in three cases, in which `_decide` chooses them: a record gives the
-        experts; experts have a capacity and router.drop is not position; experts have a capacity, ranks share groups of tokens (`shards`),
-        router.queue is not choices_first and K > 1. A recomputation reuses the experts of the first pass. Collective if ranks share groups.
-        `sequence_tokens`: tokens of a sequence."""
+        """Route by one kernel. It also chooses the experts, except in three cases, in which `_decide` chooses them: (1) a record gives the
+        experts; (2) experts have a capacity and router.drop is not position; (3) experts have a capacity, K > 1, router.queue is not
+        choices_first, and ranks share groups of tokens (`shards`). A recomputation reuses the experts of the first pass. Collective if
+        ranks share groups. `sequence_tokens`: tokens of a sequence."""
         from moe.kernels.triton.router import Given, Together
 
         spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()

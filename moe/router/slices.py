@@ -51,7 +51,7 @@ class Shards:
         return all_gather(lengthened(x_T, self._longest), self.axis)
 
     def row_G(self, device: torch.device) -> Tensor:
-        """Return the row of each of all G tokens in the result of `gathered`: int64, on the device."""
+        """Return for each token, in the order of sequences, its row in the result of `gathered`: int64 [G], on the device."""
         return self._on(device, "row", lambda: self._row_G)
 
     @property

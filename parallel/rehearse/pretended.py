@@ -28,8 +28,8 @@ from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.order import Calls
 from parallel.rehearse.work import READS, Counted, where
 
-# The results of zeros() and empty() have known values if they are integers, or have at most this number of floating-point elements. So
-# counters and biases have known values, and weights do not.
+# Tensors that zeros() and empty() make have known values if they are integers, or have at most this number of floating-point elements: so
+# counters and biases have known values, and weights do not
 MADE_ELEMENTS = 512
 KNOWN_ELEMENTS = 2**24  # larger results of operators have unknown values, even if the operator's inputs are known
 

@@ -322,7 +322,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     return guide_rules(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 
-GUIDED = Space(  # plans among which `guided` searches for examples of guide.py's rules
+GUIDED = Space(  # plans that `guided` tries: the best of each family is an example for a rule in guide.py
     engines=("ddp", "zero1", "zero3", "fsdp"),
     tensors=("sliced", "1d"),
     sequences=("ring",),

@@ -7,7 +7,7 @@ as those of plans from a search.
     1d        tensor parallelism: products are cut by heads, hidden units or vocabulary over tp; each tp rank repeats pointwise operators
     sliced    as 1d, but pointwise operators are cut by length over tp (Megatron-LM's sequence parallelism)
     sp        everything is cut by length over sp; keys and values are gathered
-    experts   tokens are cut by sequences over all ranks, experts over the ranks of ep
+    experts   in MoE layers, tokens are cut over all ranks of the stage, and experts over the ranks of ep
 
 A graph with equal layers is folded: it keeps one layer for each set of equal layers, and the number of layers in the set.
 """

@@ -310,8 +310,8 @@ class Comparison:
         return [Seen(rank, one, value, None, self.deviation(key.kind, one, value)) for rank, value in values.items()]
 
     def _parameter(self, key: Key, own: list[Piece | None]) -> list[Seen] | None:
-        """Return each rank's elements of a weight or gradient, aligned with the single process's by the part of the parameter that the rank
-        holds; None if they cannot be aligned. own: each rank's value."""
+        """Compare a weight or gradient: for each rank that holds a part of the parameter, return its elements with the same elements of the
+        single process; None if a rank's part cannot be found. own: each rank's value."""
         weight = key._replace(kind="weight")
         holders = [rank for rank, r in enumerate(self.ranks) if weight in r.pieces and r.pieces[weight][0].values.numel()]
         if key.kind == "gradient" and not any(k.kind == "gradient" for r in self.ranks for k in r.pieces):

@@ -98,7 +98,7 @@ def record(
 def _refuse_infinite(record: Recorded) -> None:
     for key, pieces in record.pieces.items():
         if key.kind in ("gradient", "norm") and not all(bool(p.values.isfinite().all()) for p in pieces):
-            got = f"a {key.kind} of {key.name} that is not finite if sums are taken in another order"
+            got = f"a {key.kind} of {key.name} that is not finite when the loop's body runs again with other orders of sums"
             fix = "pass to record() each object that the loop's body changes, such as a GradScaler, or record a step with finite gradients"
             raise BadInput("record", got=got, needed=f"a finite {key.kind}", fix=fix)
 

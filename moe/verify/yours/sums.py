@@ -59,8 +59,8 @@ def of_calls(of: Comparison, key: Key, bound: float) -> list[Seen] | None:
 
 
 def _sum(of: Comparison, key: Key, held: list[tuple[int, Piece]], bound: float) -> Seen | None:
-    """Return the sum of the values in `held`, aligned with the single process's value; None if they cannot be added. held: (rank,
-    value)."""
+    """Add the ranks' values in `held`, and compare the sum with the part of the single process's value that it fits best. Return None if
+    they cannot be added, or if no part fits. held: (rank, value)."""
     if len(held) < 2 or any(p.values.shape != held[0][1].values.shape or p.dtype == "bool" for _, p in held):
         return None
     total = torch.stack([p.values.double() for _, p in held]).sum(0)
