@@ -248,9 +248,9 @@ def memory() -> Axes:
     for i, ranks in enumerate(numbers):
         for j, (kind, label) in enumerate(kinds.items()):
             row, x, bottom = rows[kind, ranks], 6.4 * i + 1.08 * j, 0.0
-            for part, colour in parts.items():
+            for part, color in parts.items():
                 size = row[f"measured_{part}"] / row["num_parameters"]
-                axes.bar(x, size, 0.98, bottom=bottom, color=colour, edgecolor=INK, linewidth=0.8)
+                axes.bar(x, size, 0.98, bottom=bottom, color=color, edgecolor=INK, linewidth=0.8)
                 bottom += size
             formula = row["expected_bytes"] / row["num_parameters"]
             axes.plot([x - 0.54, x + 0.54], [formula] * 2, color=INK, linewidth=2.4)
@@ -273,13 +273,13 @@ def schedules() -> Axes:
     """The three schedules, by the code that trains."""
     figure, axes = plt.subplots(figsize=(9, 4))
     total = 600
-    for kind, colour in (("cosine", "#1d6fa5"), ("wsd", "#c2571a"), ("constant", "#3f7d4e")):
+    for kind, color in (("cosine", "#1d6fa5"), ("wsd", "#c2571a"), ("constant", "#3f7d4e")):
         settings = Optimizer(lr=1.0, warmup_steps=50, schedule=kind)
         rates = [learning_rate(u, settings, total=total) for u in range(total)]
-        axes.plot(rates, color=colour, linewidth=2.2)
+        axes.plot(rates, color=color, linewidth=2.2)
         at = {"cosine": 330, "wsd": 555, "constant": 560}[kind]
         shift = {"cosine": (-14, -0.1), "wsd": (-75, -0.12), "constant": (-20, 0.035)}[kind]
-        axes.text(at + shift[0], rates[at] + shift[1], kind, color=colour, fontsize=12, ha="center")
+        axes.text(at + shift[0], rates[at] + shift[1], kind, color=color, fontsize=12, ha="center")
     axes.set_xlabel("update")
     axes.set_ylabel("share of optimizer.lr")
     axes.set_ylim(0, 1.12)

@@ -221,7 +221,7 @@ def transposed(part: Part) -> Part:
 def tensor_costs() -> Axes:
     """A layer as wide as GPT-3's on more and more ranks: what a rank holds, keeps and sends; and where 3D begins to send less than 1D."""
     figure, panels = plt.subplots(1, 4, figsize=(15, 4.2), layout="constrained")
-    colours = dict(zip(("1d", "sliced", "2d", "2.5d", "3d"), (INK, SOFT, *EXPERTS[:3]), strict=True))
+    colors = dict(zip(("1d", "sliced", "2d", "2.5d", "3d"), (INK, SOFT, *EXPERTS[:3]), strict=True))
     names = {"1d": "1D", "sliced": "1D, slices", "2d": "2D", "2.5d": "2.5D, depth 2", "3d": "3D"}
 
     rows = json.loads((BENCHMARKS / "comm-tensor.json").read_text())["rows"]
@@ -229,16 +229,16 @@ def tensor_costs() -> Axes:
     for axes, what, label in zip(
         panels, ("weights", "kept", "sent"), ("weights", "kept for the backward pass", "sent, both passes"), strict=False
     ):
-        for kind, colour in colours.items():
+        for kind, color in colors.items():
             line = kind in ("1d", "sliced")
             shapes = [
                 (ranks, grid(kind, ranks, 2 if kind == "2.5d" else None)) for ranks in range(2, 513) if not line or ranks & (ranks - 1) == 0
             ]
             known = [(ranks, cost(shape, PAPER)) for ranks, shape in shapes if shape is not None]
             values = [(found.forward + found.backward if what == "sent" else getattr(found, what)) / 2**20 for _, found in known]
-            axes.plot([ranks for ranks, _ in known], values, color=colour, marker=".", label=names[kind])
+            axes.plot([ranks for ranks, _ in known], values, color=color, marker=".", label=names[kind])
             counted = [at for at in zip([ranks for ranks, _ in known], values, strict=True) if (f"tensor {kind}", at[0]) in run]
-            axes.plot(*zip(*counted, strict=True), "o", color=colour, fillstyle="none", markersize=9)
+            axes.plot(*zip(*counted, strict=True), "o", color=color, fillstyle="none", markersize=9)
         axes.set(xscale="log", yscale="log", title=f"{label}, MiB a rank", xlabel="ranks")
         axes.set_xticks([2, 8, 64, 512], ["2", "8", "64", "512"])
         axes.yaxis.set_major_formatter("{x:g}")
@@ -254,7 +254,7 @@ def tensor_costs() -> Axes:
                 of = replace(PAPER, width=width, heads=width // 128, kv_heads=width // 128, hidden=4 * width)
                 one, found = cost(Grid("1d", 1, ranks, 1), of), cost(shape, of)
                 ratios.append((found.forward + found.backward) / (one.forward + one.backward))
-            panels[3].plot(widths, ratios, style, color=colours[kind], label=f"{names[kind]}, {ranks} ranks")
+            panels[3].plot(widths, ratios, style, color=colors[kind], label=f"{names[kind]}, {ranks} ranks")
     panels[3].axhline(1, color=LINE)
     panels[3].set(yticks=[0.1, 0.3, 1, 3])
     panels[3].set(xscale="log", yscale="log", title="sent, of what 1D sends", xlabel="width (8,192 tokens)")
@@ -296,7 +296,7 @@ def sequence_ring() -> Axes:
 def sequence_lightseq() -> Axes:
     """Which block each rank computes when: a contiguous ring, and LightSeq on an even and an odd number of ranks."""
     axes = canvas(124, 42)
-    colours = (*EXPERTS, "#d9c35b")
+    colors = (*EXPERTS, "#d9c35b")
 
     def ring(rank: int, step: int, size: int) -> tuple[int, int] | None:
         return (rank, rank - step) if rank >= step else None
@@ -318,7 +318,7 @@ def sequence_lightseq() -> Axes:
             for step in range(rows):
                 done, y = tasks(rank, step, size), 29 - 6 * step
                 idle += done is None
-                text, fill = ("waits", GREY) if done is None else (f"q{done[0]}k{done[1]}", colours[done[0]])
+                text, fill = ("waits", GREY) if done is None else (f"q{done[0]}k{done[1]}", colors[done[0]])
                 cell(axes, x + 7.5 * rank, y, text, fill=fill, w=7)
         for step in range(rows):
             note(axes, x - 0.8, 31 - 6 * step, str(step), ha="right")
@@ -327,7 +327,7 @@ def sequence_lightseq() -> Axes:
         axes,
         62,
         2,
-        "q3k0: queries of rank 3 with keys of rank 0. The colour is the queries' rank: where another computes them, it helps.",
+        "q3k0: queries of rank 3 with keys of rank 0. The color is the queries' rank: where another computes them, it helps.",
         size=10,
     )
     return axes
@@ -360,7 +360,7 @@ def sequence_colossal_ring() -> Axes:
 def sequence_ulysses() -> Axes:
     """Heads down, places across: who holds what before, within and after attention; and both exchanges with a ring between nodes."""
     axes, heads, length = canvas(124, 58), 4, 16
-    size, pairs = 4, "Ulysses in pairs of neighbours, a ring over the pairs (heads: 2)"
+    size, pairs = 4, "Ulysses in pairs of neighbors, a ring over the pairs (heads: 2)"
     for y, inner, title in ((31, 4, "Ulysses on 4 ranks"), (4, 2, pairs)):
         note(axes, 2, y + 24.5, title, bold=True, color=INK, ha="left")
         kind = "contiguous" if inner == size else "zigzag"

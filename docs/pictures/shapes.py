@@ -1,4 +1,4 @@
-"""What the pictures are made of: a page, boxes, cells, arrows and notes, in the same colours everywhere."""
+"""What the pictures are made of: a page, boxes, cells, arrows and notes, in the same colors everywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noq
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 GREY, WHITE = "#e4e7eb", "#ffffff"
-EXPERTS = ("#f4a259", "#5b8e7d", "#8cb4d9", "#bc6c8f")  # orange, green, blue, plum: apart for colour-blind readers by lightness too
+EXPERTS = ("#f4a259", "#5b8e7d", "#8cb4d9", "#bc6c8f")  # orange, green, blue, plum: apart for color-blind readers by lightness too
 plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 12, "text.color": INK, "axes.edgecolor": LINE, "savefig.facecolor": WHITE})
 
 

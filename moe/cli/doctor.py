@@ -94,9 +94,9 @@ def _print(rows: list[Row]) -> None:
     from rich.text import Text
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    colours = {"ok": "green", "note": "yellow", "FAIL": "bold red"}
+    colors = {"ok": "green", "note": "yellow", "FAIL": "bold red"}
     for row in rows:
-        table.add_row(Text(row.state, style=colours[row.state]), row.check, Text(row.value), Text(row.fix))
+        table.add_row(Text(row.state, style=colors[row.state]), row.check, Text(row.value), Text(row.fix))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     failed = sum(row.state == "FAIL" for row in rows)
     passed = f"all {len(rows)} checks passed. A first run: moe train switch_tiny --nproc 2"

@@ -130,7 +130,7 @@ class Conversion:
         count, into = experts_of(self.before, layer), experts_of(self.run, layer) or 1
         weights = self.load[layer] if self.settings.needs_load else [1.0] * count
         prune = self.settings.method == "prune"
-        return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
+        return (upcycle.most_used(weights, into) if prune else upcycle.neighbors(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
         """Return the values of the router's selection bias `name`, one for each expert. If the source has this bias, its values are copied,

@@ -91,8 +91,8 @@ def shared_rows(rows_ED: Tensor, *, parts: int) -> Tensor:
     return rows_ED[expert_E - expert_E % parts]
 
 
-def neighbours(count: int, into: int) -> list[list[int]]:
-    """Cut `count` experts into `into` groups of neighbours, of equal size: [[0, 1], [2, 3]] for 4 experts and 2 groups."""
+def neighbors(count: int, into: int) -> list[list[int]]:
+    """Cut `count` experts into `into` groups of neighbors, of equal size: [[0, 1], [2, 3]] for 4 experts and 2 groups."""
     size = count // into
     return [list(range(i * size, (i + 1) * size)) for i in range(into)]
 

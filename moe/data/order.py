@@ -1,7 +1,7 @@
 """The order of sequences: a pure function of (seed, epoch, global index), so resuming is O(1) and exact on any number of ranks.
 
     tokens    |. a a a a . b b b b b b . c c|      documents a, b, c, a separator (.) before each
-    windows   |----0----|                          max_length + 1 tokens at stride max_length: neighbours share one, so each token
+    windows   |----0----|                          max_length + 1 tokens at stride max_length: neighbors share one, so each token
                       |----1----|                  is predicted once per epoch (except the last ones, which do not fill a window)
     step s    global indices s*G .. (s+1)*G - 1, G sequences in a batch; a rank reads its TokenShard of them
     index g   epoch = g // num_windows, window = permutation(g % num_windows; seed, epoch)

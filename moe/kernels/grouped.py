@@ -1,9 +1,9 @@
 """The experts' feed-forward networks in torch operations: a few batched products instead of one product per expert.
 
     rows sorted by expert      | 0 0 0 | 1 1 | 2 2 2 2 2 2 2 | 3 3 |
-    blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
+    blocks of neighbors       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
 
-One batched product computes a block: neighbouring experts, each padded to the largest number of rows among them. Padding makes a block at
+One batched product computes a block: neighboring experts, each padded to the largest number of rows among them. Padding makes a block at
 most 1.25 times as large; in text generation, with few rows, 3 times. For 16-bit products on the CPU, the limit is 1.5 times, or 32 rows per
 expert if that is more, and rows are then rounded up to multiples of 32. In fp32, a block's hidden rows fit into the CPU's cache.
 

@@ -97,19 +97,19 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return linear(x_TI, weight_OI, dtype=sum_dtype(x_TI.dtype))
 
 
-def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics and gain in fp32 or wider. Keep x's dtype. On a GPU, one
-    kernel normalizes 16-bit tokens without an fp32 copy."""
+def normed(x: Tensor, gain_D: Tensor, *, centered: bool, eps: float) -> Tensor:
+    """Apply RMSNorm, or LayerNorm (`centered`), to tokens [..., D], with statistics and gain in fp32 or wider. Keep x's dtype. On a GPU,
+    one kernel normalizes 16-bit tokens without an fp32 copy."""
     if x.is_cuda and x.dtype.itemsize == 2 and x.shape[-1] <= WIDEST and kernels_of(x) is not cpu:
         from moe.kernels.triton.norm import norm
 
-        return norm(x, gain_D, centred=centred, eps=eps)
-    return normed_in_fp32(x, gain_D, centred=centred, eps=eps)
+        return norm(x, gain_D, centered=centered, eps=eps)
+    return normed_in_fp32(x, gain_D, centered=centered, eps=eps)
 
 
-def normed_in_fp32(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), by torch's operators on an fp32 copy of x. The result has x's dtype."""
-    wide, norm = sum_dtype(x.dtype), F.layer_norm if centred else F.rms_norm
+def normed_in_fp32(x: Tensor, gain_D: Tensor, *, centered: bool, eps: float) -> Tensor:
+    """Apply RMSNorm, or LayerNorm (`centered`), by torch's operators on an fp32 copy of x. The result has x's dtype."""
+    wide, norm = sum_dtype(x.dtype), F.layer_norm if centered else F.rms_norm
     return norm(x.to(wide), gain_D.shape, gain_D.to(wide), eps=eps).to(x.dtype)
 
 
@@ -124,7 +124,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normed(x, self.weight, centred=self.kind == "layernorm", eps=self.eps)
+        return self.normed(x, self.weight, centered=self.kind == "layernorm", eps=self.eps)
 
 
 class Added(nn.Module):

@@ -192,7 +192,7 @@ def equal_tokens(window: Window, run: Run) -> Shown:
 
 def rounded_away(window: Window, run: Run) -> Shown:
     """Condition: updates of bf16 weights by AdamW are rounded away. Updates are at most about the learning rate. The distance
-    of neighbouring bf16 numbers is 2^-7 times the power of two below them; an update of less than half of it changes nothing. The
+    of neighboring bf16 numbers is 2^-7 times the power of two below them; an update of less than half of it changes nothing. The
     distance is taken at the size of the router's initial weights."""
     half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:

@@ -1,9 +1,9 @@
-"""Shows expert load as a row of characters: one for each expert, with height and colour by its load relative to the mean load.
+"""Shows expert load as a row of characters: one for each expert, with height and color by its load relative to the mean load.
 
     relative  0   ⅛       ½       1       1½      2 and more
     cell      ·   ▁       ▂       ▄       ▆       █            blue: below the mean, grey: the mean, orange: above
 
-Height grows up to twice the mean, colour up to four times and down to a quarter. Blue and orange can be told apart with any colour vision.
+Height grows up to twice the mean, color up to four times and down to a quarter. Blue and orange can be told apart with any color vision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def imbalance(load: Sequence[float | None]) -> float:
 
 
 def binned(values: Sequence[float], cells: int) -> list[float]:
-    """Return at most `cells` means of neighbouring values. All means are over equally many values, except perhaps the last."""
+    """Return at most `cells` means of neighboring values. All means are over equally many values, except perhaps the last."""
     per_bin = max(1, math.ceil(len(values) / max(1, cells)))
     return [sum(part) / len(part) for part in (values[i : i + per_bin] for i in range(0, len(values), per_bin))]
 
@@ -46,8 +46,8 @@ def cell(value: float, ramp: str = BLOCKS) -> str:
     return ramp[max(1, min(8, round(4 * value)))]
 
 
-def colour(value: float) -> str:
-    """Return the colour `#rrggbb` for a load relative to the mean, by its logarithm: blue up to ¼, grey at 1, orange from 4."""
+def color(value: float) -> str:
+    """Return the color `#rrggbb` for a load relative to the mean, by its logarithm: blue up to ¼, grey at 1, orange from 4."""
     if math.isnan(value):
         return "#808080"
     strength = max(-1.0, min(1.0, math.log2(value) / 2)) if value > 0 else -1.0

@@ -207,10 +207,10 @@ def _heat_rows(layers: Sequence[Mapping[str, Any]], width: int, room: int, ramp:
         text = Text(no_wrap=True, overflow="crop").append(f"{_name(layer):<{name}}", style=LABEL)
         for value in heat.binned(heat.relative(layer.get("load") or []), cells):
             glyphs = heat.cell(value, ramp) * max(1, cell_width - (cell_width > 2))
-            text.append(f"{glyphs:<{cell_width}}", style=heat.colour(value))
+            text.append(f"{glyphs:<{cell_width}}", style=heat.color(value))
         text.pad_right(max(0, width - tail - text.cell_len))
         over = _imbalance(layer)
-        text.append(f"{over:>7.2f}", style=f"bold {heat.colour(over)}" if over > 2 else "")
+        text.append(f"{over:>7.2f}", style=f"bold {heat.color(over)}" if over > 2 else "")
         if tail == 18:
             text.append(f"{percent(_dropped(layer)):>11}")
         rows.append(text)

@@ -68,7 +68,7 @@ def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, tit
     fig = style.figure(width=8.0, height=6.4 if below else 4.2)
     axes = np.atleast_1d(fig.subplots(1 + below, sharex=True, height_ratios=(3, 2) if below else (1,)))
     marks = dict(zip(curves, "osD^vPX" * len(curves), strict=False))
-    tones = dict(zip(curves, style.colours(len(curves)), strict=True))
+    tones = dict(zip(curves, style.colors(len(curves)), strict=True))
     for label, (steps, values) in curves.items():
         seeds = counted(len(values), "seed")
         text = f"{label}: {values[:, -1].mean():.4f} at the end ({seeds})"

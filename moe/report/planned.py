@@ -46,9 +46,9 @@ def bars(ranks: Sequence[Memory], *, capacity: float | None = None, context: boo
     bottoms = [0.0] * len(ranks)
     for number, name in enumerate((*names, *["allocator and context"] * context)):
         sizes = [(rank.parts[name] if name in names else rank.used - rank.allocated) / GIB for rank in ranks]
-        colour = LINES[number % len(LINES)] if name in names else GRID
+        color = LINES[number % len(LINES)] if name in names else GRID
         alpha = 0.55 if len(LINES) <= number < len(names) else 1.0
-        ax.bar([str(rank.rank) for rank in ranks], sizes, bottom=bottoms, label=name, width=0.7, color=colour, alpha=alpha)
+        ax.bar([str(rank.rank) for rank in ranks], sizes, bottom=bottoms, label=name, width=0.7, color=color, alpha=alpha)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     title = "Memory at the peak"
     if capacity is not None and max(bottoms) < capacity / GIB / 20:  # a line at the capacity would shrink the bars: write it in the title

@@ -1,8 +1,8 @@
 """The pictures of one run. Each function draws one picture from a run's history, or returns None if the run has no data for it.
 
-`PLOTS` lists the report's pictures: a new picture is a function and an entry in PLOTS. In the picture of expert load the colour is the
+`PLOTS` lists the report's pictures: a new picture is a function and an entry in PLOTS. In the picture of expert load the color is the
 logarithm of load / mean load, so that half and double the mean are equally far from the mean. The mean, which is a fair share, has nearly
-the background's colour.
+the background's color.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe.report.history import Array, History, smoothed, windows
-from moe.report.style import DEAD, GRID, HEAT, LINES, MUTED, TEXT, WIDE, colours, figure, log_axis, marker, step_axis
+from moe.report.style import DEAD, GRID, HEAT, LINES, MUTED, TEXT, WIDE, colors, figure, log_axis, marker, step_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_WINDOWS = 300  # largest number of columns in a panel of expert load: more would be narrower than one or two pixels
-REACH = 2  # the colour scale goes from mean load / 2^REACH to mean load * 2^REACH, as in the terminal (moe/records/heat.py)
-HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the 7 colours HEAT on that scale; a fair share is at 0.5
+REACH = 2  # the color scale goes from mean load / 2^REACH to mean load * 2^REACH, as in the terminal (moe/records/heat.py)
+HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the 7 colors HEAT on that scale; a fair share is at 0.5
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Plot:
     wide: bool = False
 
 
-def _raw_and_smooth(ax: Axes, steps_S: Array, values_S: Array, *, colour: str, label: str) -> None:
+def _raw_and_smooth(ax: Axes, steps_S: Array, values_S: Array, *, color: str, label: str) -> None:
     if len(steps_S) > 10:
-        ax.plot(steps_S, values_S, color=colour, alpha=0.28, linewidth=0.8)
-        ax.plot(steps_S, smoothed(values_S), color=colour, label=label)
+        ax.plot(steps_S, values_S, color=color, alpha=0.28, linewidth=0.8)
+        ax.plot(steps_S, smoothed(values_S), color=color, label=label)
     else:
-        ax.plot(steps_S, values_S, color=colour, label=label, marker=marker(values_S))
+        ax.plot(steps_S, values_S, color=color, label=label, marker=marker(values_S))
 
 
 def _panels(history: History, count: int = 1, *, steps_S: Array | None = None) -> tuple[Figure, Any]:
@@ -62,7 +62,7 @@ def loss(history: History) -> Figure | None:
     if not np.isfinite(loss_S).any() and not len(at):
         return None
     fig, (ax,) = _panels(history, steps_S=np.concatenate([steps_S, at]))
-    _raw_and_smooth(ax, steps_S, loss_S, colour=LINES[0], label="training")
+    _raw_and_smooth(ax, steps_S, loss_S, color=LINES[0], label="training")
     if len(at):
         ax.plot(at, validation, color=LINES[1], marker="o", markersize=4.5, label="validation")
         below = validation[-1] < np.nanmean(loss_S[-20:]) if np.isfinite(loss_S[-20:]).any() else False
@@ -81,8 +81,8 @@ def router_losses(history: History) -> Figure | None:
     if not history.layers or not shown:
         return None
     fig, axes = _panels(history, len(shown))
-    for ax, (key, name), colour in zip(axes, shown, LINES, strict=False):
-        _raw_and_smooth(ax, steps_S, history.series_S(key), colour=colour, label=name)
+    for ax, (key, name), color in zip(axes, shown, LINES, strict=False):
+        _raw_and_smooth(ax, steps_S, history.series_S(key), color=color, label=name)
         if key == "balance_loss":  # dashed line: the sum over layers for even load, whose balance loss is 1 in each layer
             ax.axhline(len(history.layers), color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
             ax.legend(loc="upper right")
@@ -96,9 +96,9 @@ def gradient_norm(history: History) -> Figure | None:
     if not np.isfinite(total_S).any():
         return None
     fig, (ax,) = _panels(history)
-    for name, colour in zip(history.families, LINES, strict=False):
+    for name, color in zip(history.families, LINES, strict=False):
         values_S = history.series_S(f"grad_norm_parts.{name}")
-        _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), colour=colour, label=name)
+        _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), color=color, label=name)
     # the total is dashed and drawn last, because the norm of one family is often nearly equal to it
     whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
     ax.plot(steps_S, whole_S, color=TEXT, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
@@ -115,7 +115,7 @@ def speed_and_memory(history: History) -> Figure | None:
         return None
     has_memory = bool(np.isfinite(memory_S).any())
     fig, axes = _panels(history, 1 + has_memory)
-    _raw_and_smooth(axes[0], steps_S, speed_S, colour=LINES[2], label="tokens per second")
+    _raw_and_smooth(axes[0], steps_S, speed_S, color=LINES[2], label="tokens per second")
     axes[0].set_title("Speed and memory" if has_memory else "Speed")
     axes[0].set_ylabel("tokens / s")
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -155,7 +155,7 @@ def learning_rate(history: History) -> Figure | None:
 
 
 def expert_load(history: History) -> Figure | None:
-    """Draw a panel for each MoE layer: each expert's load (a row) over the steps, all panels on one colour scale."""
+    """Draw a panel for each MoE layer: each expert's load (a row) over the steps, all panels on one color scale."""
     from matplotlib.colors import LinearSegmentedColormap
 
     loads = {layer: history.load_SE(layer) for layer in history.layers}
@@ -168,14 +168,14 @@ def expert_load(history: History) -> Figure | None:
     panel_height = min(3.0, max(2.0, 1.2 + 0.11 * experts))
     fig = figure(width=WIDE, height=0.7 + rows * panel_height)
     axes = np.atleast_1d(fig.subplots(rows, columns, sharex=True, squeeze=False)).ravel()
-    colour_map = LinearSegmentedColormap.from_list("load", list(zip(HEAT_AT, HEAT, strict=True))).with_extremes(bad=GRID, under=DEAD)
+    color_map = LinearSegmentedColormap.from_list("load", list(zip(HEAT_AT, HEAT, strict=True))).with_extremes(bad=GRID, under=DEAD)
     mesh: Any = None
     for index, (ax, (layer, load_SE)) in enumerate(zip(axes, loads.items(), strict=False)):
         means_WE, edges = windows(load_SE, history.steps_S, MOST_WINDOWS)
         with np.errstate(divide="ignore"):
             shade_WE = np.where(means_WE == 0, -REACH - 1, np.clip(np.log2(means_WE), -REACH, REACH))
         num_experts = load_SE.shape[1]
-        mesh = ax.pcolormesh(edges, np.arange(num_experts + 1) - 0.5, shade_WE.T, cmap=colour_map, vmin=-REACH, vmax=REACH)
+        mesh = ax.pcolormesh(edges, np.arange(num_experts + 1) - 0.5, shade_WE.T, cmap=color_map, vmin=-REACH, vmax=REACH)
         ax.set_title(f"layer {layer}", fontsize=10, pad=4)
         ax.grid(False)
         ax.yaxis.set_major_locator(_expert_ticks(num_experts))
@@ -221,11 +221,11 @@ def _by_layer(steps_S: Array, values: dict[int, Array], *, title: str, label: st
     fig = figure()
     ax = fig.subplots()
     few = len(values) <= 7
-    for (layer, values_S), colour in zip(values.items(), colours(len(values)), strict=True):
+    for (layer, values_S), color in zip(values.items(), colors(len(values)), strict=True):
         if few and len(steps_S) > 10:
-            ax.plot(steps_S, values_S, color=colour, alpha=0.28, linewidth=0.8)
+            ax.plot(steps_S, values_S, color=color, alpha=0.28, linewidth=0.8)
         shown_S = smoothed(values_S) if len(steps_S) > 10 else values_S
-        ax.plot(steps_S, shown_S, color=colour, label=f"layer {layer}", linewidth=1.8 if few else 1.2, marker=marker(shown_S))
+        ax.plot(steps_S, shown_S, color=color, label=f"layer {layer}", linewidth=1.8 if few else 1.2, marker=marker(shown_S))
     ax.set_title(title)
     ax.set_ylabel(label)
     ax.set_ylim(bottom=0, top=max(least_top, 1.05 * max(float(np.nanmax(values_S)) for values_S in values.values())))
@@ -236,7 +236,7 @@ def _by_layer(steps_S: Array, values: dict[int, Array], *, title: str, label: st
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import ListedColormap
 
-        scale = ScalarMappable(cmap=ListedColormap(colours(len(values))))
+        scale = ScalarMappable(cmap=ListedColormap(colors(len(values))))
         scale.set_clim(-0.5, len(values) - 0.5)
         ends = [0, len(values) // 2, len(values) - 1]
         fig.colorbar(scale, ax=ax, pad=0.02).set_ticks(ends, labels=[f"layer {list(values)[i]}" for i in ends])
@@ -255,7 +255,7 @@ PLOTS = (
         "expert_load",
         "Expert load over time",
         expert_load,
-        "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; colour of the arrow below the scale: no token.",
+        "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; color of the arrow below the scale: no token.",
         wide=True,
     ),
     Plot("dropped", "Dropped choices", dropped, "Choices that found their expert full, by layer."),

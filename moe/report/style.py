@@ -1,4 +1,4 @@
-"""The look of every picture: sizes, and colours that can be told apart with any colour vision (Okabe and Ito, 2008).
+"""The look of every picture: sizes, and colors that can be told apart with any color vision (Okabe and Ito, 2008).
 
 Figures are made without pyplot: no global state, no window system, no change to the caller's matplotlib.
 """
@@ -22,9 +22,9 @@ DPI = 150
 
 
 TEXT, MUTED, GRID = "#1f2328", "#656d76", "#e4e7eb"  # as in pictures.mplstyle
-LINES = ("#0072b2", "#d55e00", "#009e73", "#b0528b", "#c98500", "#4a9fd8", "#6b6b6b")  # colours of curves, in order of use
-HEAT = ("#08407e", "#2f7fc1", "#a9cde8", "#f4f4f2", "#f9c48d", "#dd7412", "#7f3200")  # colours of an expert's load, from little to much
-DEAD = "#000000"  # colour of an expert without load
+LINES = ("#0072b2", "#d55e00", "#009e73", "#b0528b", "#c98500", "#4a9fd8", "#6b6b6b")  # colors of curves, in order of use
+HEAT = ("#08407e", "#2f7fc1", "#a9cde8", "#f4f4f2", "#f9c48d", "#dd7412", "#7f3200")  # colors of an expert's load, from little to much
+DEAD = "#000000"  # color of an expert without load
 
 
 def styled() -> AbstractContextManager[Any]:
@@ -79,8 +79,8 @@ def log_axis(ax: Axes) -> None:
     ax.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if near and f"{value:e}"[0] in "25" else "")
 
 
-def colours(number: int) -> list[Any]:
-    """Return `number` line colours: LINES if they suffice, else a scale from dark to bright."""
+def colors(number: int) -> list[Any]:
+    """Return `number` line colors: LINES if they suffice, else a scale from dark to bright."""
     if number <= len(LINES):
         return list(LINES[:number])
     import matplotlib

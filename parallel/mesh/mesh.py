@@ -1,8 +1,8 @@
 """The mesh: the index of a rank on every parallel axis. Several views arrange the same ranks in different axes.
 
-    DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbours share the fastest links)
+    DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbors share the fastest links)
     GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
-                                     3D a cube; sp as rings of sp_ring ranks, and sp_heads neighbours that split heads
+                                     3D a cube; sp as rings of sp_ring ranks, and sp_heads neighbors that split heads
     HEADS    GRID with tp_row (or tp_col) cut into heads x copies, if that side has more ranks than key-value heads
     EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts: MoE parallel folding)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
@@ -71,9 +71,9 @@ class Degrees:
 
     `dp`: data, `pp`: pipeline, `tp`: tensor, `sp`: sequence (context) and `ep`: expert parallelism; `etp`: tensor parallelism of an expert.
     `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
-    tp = q * q, 2.5D also tp_depth = d (tp = d * q * q), 3D has tp_col = tp_depth = q (tp = q * q * q). `tp_row_copies` neighbours on
-    tp_row, or `tp_col_copies` on tp_col, hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for
-    tokens (Ulysses); rings of sp / sp_heads ranks connect the groups of such neighbours."""
+    tp = q * q, 2.5D also tp_depth = d (tp = d * q * q), 3D has tp_col = tp_depth = q (tp = q * q * q). `tp_row_copies` neighbors on
+    tp_row, or `tp_col_copies` on tp_col, hold the same key-value head. `sp_heads` (a divisor of sp): neighbors that exchange heads for
+    tokens (Ulysses); rings of sp / sp_heads ranks connect the groups of such neighbors."""
 
     dp: int = 1
     pp: int = 1

@@ -88,23 +88,23 @@ class ChannelsNorm(Style):
                 block.first_channel = layout.region(mesh)[0].start
 
 
-def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens whose channels are split over the axis. Return x's dtype.
+def normed(x: Tensor, gain_D: Tensor, *, centered: bool, eps: float, axis: Axis) -> Tensor:
+    """Apply RMSNorm, or LayerNorm (`centered`), to tokens whose channels are split over the axis. Return x's dtype.
 
     Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward."""
     wide = sum_dtype(torch.promote_types(x.dtype, gain_D.dtype))
-    y: Tensor = _Normed.apply(x, gain_D.to(wide), centred, eps, axis)
+    y: Tensor = _Normed.apply(x, gain_D.to(wide), centered, eps, axis)
     return y
 
 
 class _Normed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain_D: Tensor, centred: bool, eps: float, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gain_D: Tensor, centered: bool, eps: float, axis: Axis) -> Tensor:
         wide = x.to(gain_D.dtype)
-        mean, variance = _moments(wide, axis) if centred else (wide.new_zeros(()), _means([wide.square()], axis)[0])
+        mean, variance = _moments(wide, axis) if centered else (wide.new_zeros(()), _means([wide.square()], axis)[0])
         scale = (variance + eps).rsqrt()
         ctx.save_for_backward(x, gain_D, mean, scale)
-        ctx.centred, ctx.axis = centred, axis
+        ctx.centered, ctx.axis = centered, axis
         return ((wide - mean) * scale * gain_D).to(x.dtype)
 
     @staticmethod
@@ -112,9 +112,9 @@ class _Normed(torch.autograd.Function):
         x, gain_D, mean, scale = ctx.saved_tensors
         unit, wide_grad = (x.to(scale.dtype) - mean) * scale, grad.to(scale.dtype)
         inner = wide_grad * gain_D
-        parts = [inner * unit, inner] if ctx.centred else [inner * unit]
+        parts = [inner * unit, inner] if ctx.centered else [inner * unit]
         means = _means(parts, ctx.axis.backward())
-        grad_x = inner - unit * means[0] - (means[1] if ctx.centred else 0)
+        grad_x = inner - unit * means[0] - (means[1] if ctx.centered else 0)
         return (grad_x * scale).to(x.dtype), (wide_grad * unit).flatten(0, -2).sum(0), None, None, None
 
 

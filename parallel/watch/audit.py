@@ -64,7 +64,7 @@ def copies_of(name: str, kind: str, tensor: Tensor, layout: Layout, *, but: Sequ
 @cache
 def _weights(device: torch.device) -> Tensor:
     """Return _WORDS + 1 fixed odd 64-bit numbers: multiplication by an odd number loses no bit."""
-    x = torch.arange(_WORDS + 1, device=device) * -7046029254386353131  # from the golden ratio: neighbours get distant numbers
+    x = torch.arange(_WORDS + 1, device=device) * -7046029254386353131  # from the golden ratio: neighbors get distant numbers
     return x.bitwise_xor_(x >> 29).mul_(-4658895280553007687) | 1
 
 

@@ -48,8 +48,8 @@ def _table_in_16_bits(real: Any) -> Any:
 def _statistics_in_16_bits(real: Any) -> Any:
     """Mean and mean square are computed in the compute dtype."""
 
-    def wrong(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-        x = x - x.mean(-1, keepdim=True) if centred else x
+    def wrong(x: Tensor, gain_D: Tensor, *, centered: bool, eps: float) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if centered else x
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain_D.to(x.dtype)
 
     return wrong

@@ -1,7 +1,7 @@
 """Ring attention of ring-attention-pytorch (the peer) and of this project, on the same gloo ranks, have the same output and gradients.
 
 Compared are causal attention with contiguous and with striped positions; with zigzag positions the peer gathers all keys, which is no ring.
-The peer's layout is [B, L, H, C], and its key-value head h serves heads h, h + K, ...; here key-value heads serve neighbouring heads.
+The peer's layout is [B, L, H, C], and its key-value head h serves heads h, h + K, ...; here key-value heads serve neighboring heads.
 In versions 0.2.9 to 0.5.20 the peer returns the sum of the gradients of keys and values as the gradient of keys, because it unpacks a pair
 of messages wrongly after the last hop. So its result is compared with the sum of both gradients here. tests/parallel/sequence compares each
 gradient with plain attention.

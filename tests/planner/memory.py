@@ -102,7 +102,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Return the quantile at `share`, interpolated between two neighbours; None without numbers."""
+    """Return the quantile at `share`, interpolated between two neighbors; None without numbers."""
     if not ordered:
         return None
     place = share * (len(ordered) - 1)

@@ -202,9 +202,9 @@ def main(capability: int, names: list[str]) -> None:
         kernels.jittered(x, place, key=1, size=0.01).sum().backward()
         weight = torch.empty(256, 7168, device="meta", requires_grad=True)
         linear(x, weight, dtype=torch.float32, kernels=wide).sum().backward()
-        for width, centred in ((7168, False), (8192, True)):
+        for width, centered in ((7168, False), (8192, True)):
             x, gain = torch.empty(300, width, dtype=torch.bfloat16, device="meta", requires_grad=True), torch.empty(width, device="meta")
-            norm.norm(x, gain.requires_grad_(), centred=centred, eps=1e-6).sum().backward()
+            norm.norm(x, gain.requires_grad_(), centered=centered, eps=1e-6).sum().backward()
     for case in [PUBLISHED[name] for name in names] or SMALL.values():
         compute(case, capability=capability)
 

@@ -31,7 +31,7 @@ def dot(a_MK, b_KN, sum_MN):
 @triton.jit
 def in_group(tile, rows, columns, group):
     """Return the row and the column of a matrix's tile. Tiles are numbered in groups of `group` tile rows, and within a group column by
-    column, so that operands that neighbouring tiles share stay in the L2 cache."""
+    column, so that operands that neighboring tiles share stay in the L2 cache."""
     number = tile // (group * columns)
     size = tl.minimum(rows - number * group, group)
     inside = tile % (group * columns)

@@ -76,16 +76,16 @@ def norm_backward(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gain_D: Tensor, centred: bool, eps: float) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, gain_D: Tensor, centered: bool, eps: float) -> Tensor:
         tokens, out_TD = len(x_TD), torch.empty_like(x_TD)
-        statistics = x_TD.new_empty(tokens, 1 + centred, dtype=torch.float32)
+        statistics = x_TD.new_empty(tokens, 1 + centered, dtype=torch.float32)
         launch = _launch(x_TD.shape[1])
         with on(x_TD):
             norm_forward[(triton.cdiv(tokens, launch["BLOCK_T"]),)](
-                *(x_TD, gain_D, out_TD, statistics, *x_TD.shape), EPS=eps, CENTRED=centred, **launch
+                *(x_TD, gain_D, out_TD, statistics, *x_TD.shape), EPS=eps, CENTRED=centered, **launch
             )
         ctx.save_for_backward(x_TD, gain_D, statistics)
-        ctx.centred = centred
+        ctx.centered = centered
         return out_TD
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Norm(torch.autograd.Function):
         with on(x_TD):
             norm_backward[(programs,)](
                 *(grad_TD.contiguous(), x_TD, gain_D, statistics, grad_x, sum_PD, *x_TD.shape, blocks),
-                CENTRED=ctx.centred,
+                CENTRED=ctx.centered,
                 **launch,
             )
         return grad_x, sum_PD.sum(0).to(gain_D.dtype), None, None
@@ -111,7 +111,7 @@ def _launch(width: int) -> dict[str, int]:
     return {"BLOCK_T": max(1, _ELEMENTS // columns), "BLOCK_D": columns, "num_warps": max(4, columns // 1024)}
 
 
-def norm(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D] in a 16-bit dtype. Keep x's dtype."""
-    out: Tensor = _Norm.apply(x.reshape(-1, x.shape[-1]).contiguous(), gain_D.contiguous(), centred, eps)
+def norm(x: Tensor, gain_D: Tensor, *, centered: bool, eps: float) -> Tensor:
+    """Apply RMSNorm, or LayerNorm (`centered`), to tokens [..., D] in a 16-bit dtype. Keep x's dtype."""
+    out: Tensor = _Norm.apply(x.reshape(-1, x.shape[-1]).contiguous(), gain_D.contiguous(), centered, eps)
     return out.view(x.shape)

@@ -171,9 +171,9 @@ def dense_or_experts(
 
 def norm(x: Tensor, gain: Tensor, model: Model, *, kind: str | None = None) -> Tensor:
     """RMSNorm or LayerNorm over the last dim, in fp32 at least. kind: rmsnorm or layernorm; None: the model's setting."""
-    x, centred = wide(x), (kind or model.norm) == "layernorm"
-    x = x - x.mean(-1, keepdim=True) if centred else x
-    return x / (x.square().mean(-1, keepdim=True) + (model.norm_eps or (1e-5 if centred else 1e-6))).sqrt() * wide(gain)
+    x, centered = wide(x), (kind or model.norm) == "layernorm"
+    x = x - x.mean(-1, keepdim=True) if centered else x
+    return x / (x.square().mean(-1, keepdim=True) + (model.norm_eps or (1e-5 if centered else 1e-6))).sqrt() * wide(gain)
 
 
 def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, begins: Begins, cast: Rounding) -> Tensor:

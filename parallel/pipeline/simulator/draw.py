@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# op -> (colour for the first half of a rank's stages, darker colour for the later half)
+# op -> (color for the first half of a rank's stages, darker color for the later half)
 _COLORS = {Op.F: ("#bcd4ea", "#5b8fc2"), Op.B: ("#b9d8c8", "#4f8a70"), Op.I: ("#d9ead9", "#8dbf9f"), Op.W: ("#f8d3ae", "#e39a50")}
 _COLORS |= {Op.U: ("#1f2933", "#1f2933"), Op.S: ("#bc6c8f", "#bc6c8f")}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient", Op.S: "sum over replicas", Op.U: "update"}
-_INK, _SOFT = "#1f2933", "#52606d"  # colours of titles and bar labels, and of the time axis
+_INK, _SOFT = "#1f2933", "#52606d"  # colors of titles and bar labels, and of the time axis
 
 
 def label(schedule: Schedule, action: Action) -> str:
@@ -117,7 +117,7 @@ def draw(titled: Mapping[str, Timeline], path: str | Path, *, unit: str) -> None
 
 
 def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str, unit: str) -> None:
-    """Write a PNG file in which each action's colour shows its GPU clock. clocks_mhz: for each rank, the clocks of its actions in order; an
+    """Write a PNG file in which each action's color shows its GPU clock. clocks_mhz: for each rank, the clocks of its actions in order; an
     action of 0 MHz is not drawn. unit: name of the unit of time. Raises BadInput if the file cannot be written."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -195,7 +195,7 @@ def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any, u
 
 
 def add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
-    """Add a legend of the actions' colours below all axes of `figure`, which needs a constrained layout."""
+    """Add a legend of the actions' colors below all axes of `figure`, which needs a constrained layout."""
     from matplotlib.patches import Patch
 
     present = {span.action.op for timeline in timelines for spans in timeline.spans for span in spans if span.end > span.start}

@@ -75,7 +75,7 @@ def test_the_fit_finds_the_microseconds_that_were_added_to_each_gather(monkeypat
     assert calibrate.gather_us(there) == pytest.approx(1750.0, rel=1e-4)
 
 
-def test_products_take_the_measured_time_and_lie_between_neighbours() -> None:
+def test_products_take_the_measured_time_and_lie_between_neighbors() -> None:
     device = host(2).device
     assert device.product(100, 100, 50, kind="fp32") == pytest.approx(1e6 / 0.04e12)
     assert device.product(1000, 1000, 500, kind="fp32", count=3) == pytest.approx(3e9 / 0.06e12)

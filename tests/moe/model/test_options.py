@@ -162,7 +162,7 @@ def test_dynamic_scaling_equals_transformers() -> None:
 
 
 def test_rotated_channels_are_those_of_transformers() -> None:
-    """GLM rotates pairs of neighbouring channels, GPT-NeoX pairs (i, i + C/2). Channels beyond the fraction stay bitwise equal."""
+    """GLM rotates pairs of neighboring channels, GPT-NeoX pairs (i, i + C/2). Channels beyond the fraction stay bitwise equal."""
     transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
     x_BHLC = torch.randn(2, 3, 7, 24, generator=torch.Generator().manual_seed(2))
     place_L = torch.tensor([0, 1, 5, 6, 7, 30, 31])

@@ -290,10 +290,10 @@ def test_rotation_passes_gradcheck(pairs: str) -> None:
 def test_norms_have_fp32_statistics(dtype: torch.dtype) -> None:
     x = (random(B, L, 24) * 50 + 20).to(dtype)
     wide, gain = x.double(), random(24, seed=1)
-    centred = wide - wide.mean(-1, keepdim=True)
+    centered = wide - wide.mean(-1, keepdim=True)
     want = {
         "rmsnorm": wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt(),
-        "layernorm": centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt(),
+        "layernorm": centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt(),
     }
     for kind, value in want.items():
         norm = Norm(24, kind)

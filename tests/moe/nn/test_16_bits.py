@@ -63,8 +63,8 @@ def test_a_norm_rounds_only_its_result(device: str, kind: str, dtype: torch.dtyp
     if device == "gpu":
         norm.normed = on_gpu
     exact, gain = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
-    centred = exact - exact.mean(1, keepdim=True) if kind == "layernorm" else exact
-    want = centred / (centred.square().mean(1, keepdim=True) + norm.eps).sqrt() * gain
+    centered = exact - exact.mean(1, keepdim=True) if kind == "layernorm" else exact
+    want = centered / (centered.square().mean(1, keepdim=True) + norm.eps).sqrt() * gain
     got = norm(x)
     got.backward(grad)
     want.backward(grad.double())
@@ -77,5 +77,5 @@ def test_a_norm_rounds_only_its_result(device: str, kind: str, dtype: torch.dtyp
 
 def test_a_norm_of_no_tokens_gives_its_gain_a_gradient_of_0() -> None:
     gain = torch.ones(D, requires_grad=True)
-    on_gpu(torch.zeros(0, D, dtype=torch.bfloat16), gain, centred=False, eps=1e-6).sum().backward()
+    on_gpu(torch.zeros(0, D, dtype=torch.bfloat16), gain, centered=False, eps=1e-6).sum().backward()
     assert gain.grad is not None and not gain.grad.any()

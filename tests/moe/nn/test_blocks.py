@@ -63,7 +63,7 @@ def test_a_block_whose_sample_has_no_factor_that_fits_is_encoded_from_all_elemen
 
 @pytest.mark.parametrize("form", ["mxfp4", "fp8"])
 def test_a_matrix_with_one_other_value_is_refused(form: Form) -> None:
-    """One element of one block is moved by the distance between neighbours in bf16."""
+    """One element of one block is moved by the distance between neighbors in bf16."""
     sizes = (1, 256, 128)
     (matrix,) = (mxfp4 if form == "mxfp4" else fp8)(*sizes)
     blocks = Blocks.empty(form, sizes, ALONE)

@@ -15,8 +15,8 @@ B, L, D, V = 2, 3, 4, 7
 TARGETS_BL = torch.tensor([[0, 6, 2], [-100, 1, 5]])
 
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
-    "rmsnorm": (lambda x, gain: normed(x, gain, centred=False, eps=1e-6), (D,)),
-    "layernorm": (lambda x, gain: normed(x, gain, centred=True, eps=1e-5), (D,)),
+    "rmsnorm": (lambda x, gain: normed(x, gain, centered=False, eps=1e-6), (D,)),
+    "layernorm": (lambda x, gain: normed(x, gain, centered=True, eps=1e-5), (D,)),
     "router": (linear_fp32, (V, D)),
     "loss": (lambda x, table: summed_loss(x, TARGETS_BL, table, chunks=1), (V, D)),
     "bounded loss": (lambda x, table: summed_loss(x, TARGETS_BL, table, chunks=1, cap=3.0), (V, D)),

@@ -54,7 +54,7 @@ def test_a_fair_share_is_half_high_a_double_one_full_and_a_dead_one_a_dot() -> N
     assert heat.row([0.0, 0.001, 0.499, 0.5]) == "·▁██"
     assert heat.row([0.0] * 3) == "···" and heat.row([]) == ""
     assert heat.row([None, 0.5, 0.5]) == "?▄▄"
-    assert heat.colour(1.0) == "#969696" and heat.colour(0.0) == heat.colour(0.2) and heat.colour(9.0) == heat.colour(4.0)
+    assert heat.color(1.0) == "#969696" and heat.color(0.0) == heat.color(0.2) and heat.color(9.0) == heat.color(4.0)
 
 
 @given(LOADS, st.integers(1, 80))
@@ -138,12 +138,12 @@ def test_64_experts_have_64_cells_on_80_columns() -> None:
         assert heat.row(layer["load"]) in row
 
 
-def test_cells_are_coloured_by_load() -> None:
+def test_cells_are_colored_by_load() -> None:
     state = State(steps=2, recipe="r")
     state.add(step_line(1) | {"moe": [{"layer": 0, "load": [0.0, 0.1, 0.9], "kept": 3, "dropped": 1}]})
     rows = terminal().render_lines(panel(state, width=80, height=40), pad=False)
-    colours = [s.style.color.name for row in rows for s in row if s.style and s.style.color and s.style.color.name.startswith("#")]
-    assert {heat.colour(0.0), heat.colour(0.3), heat.colour(2.7)} <= set(colours)
+    colors = [s.style.color.name for row in rows for s in row if s.style and s.style.color and s.style.color.name.startswith("#")]
+    assert {heat.color(0.0), heat.color(0.3), heat.color(2.7)} <= set(colors)
 
 
 def test_a_dense_run_speaks_of_no_experts() -> None:

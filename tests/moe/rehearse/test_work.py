@@ -129,15 +129,15 @@ def test_the_clip_factor_goes_to_the_kernel_of_adamw(kind: str, monkeypatch: pyt
     assert not [name for name, _ in step if name.removeprefix("_foreach_").startswith(("mul", "div"))]
 
 
-@pytest.mark.parametrize("centred", [False, True])
-def test_a_norm_of_16_bits_is_read_and_written_once_and_keeps_no_wider_copy(centred: bool) -> None:
+@pytest.mark.parametrize("centered", [False, True])
+def test_a_norm_of_16_bits_is_read_and_written_once_and_keeps_no_wider_copy(centered: bool) -> None:
     with rehearsal(World(0, 1, place="cuda")) as pretended:
         x = torch.empty(64, 1024, dtype=torch.bfloat16, device=GPU, requires_grad=True)
         gain = torch.ones(1024, device=GPU, requires_grad=True)
         pretended.work.begin()
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-            normed(x, gain, centred=centred, eps=1e-6)
+            normed(x, gain, centered=centered, eps=1e-6)
         assert pretended.work.now.moved_bytes <= 2 * x.nbytes + 8 * 1024 + 8 * 64
         assert sum(t.nbytes for t in kept) <= x.nbytes + gain.nbytes + 2 * 4 * 64
 

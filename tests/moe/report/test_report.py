@@ -279,7 +279,7 @@ def test_the_heat_map_draws_the_loads() -> None:
     load_SE = np.array([line["moe"][0]["load"] for line in lines if line["kind"] == "train"])
     with np.errstate(divide="ignore"):
         expected_ES = np.clip(np.log2(6 * load_SE.T), -2, 2)
-    assert drawn_ES[0, 3] < -2  # a value below the scale gets the colour of an expert without tokens
+    assert drawn_ES[0, 3] < -2  # a value below the scale gets the color of an expert without tokens
     expected_ES[0, 3] = drawn_ES[0, 3]
     np.testing.assert_allclose(drawn_ES.reshape(6, 20), expected_ES)
 

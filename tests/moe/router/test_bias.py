@@ -50,7 +50,7 @@ def bias_of(tiny: Tiny) -> Tensor:
 
 
 def test_updated_bias_moves_against_the_load() -> None:
-    """The bias moves by rate * sign(mean load - load), is not centred, and stays for an expert at the mean."""
+    """The bias moves by rate * sign(mean load - load), is not centered, and stays for an expert at the mean."""
     before = torch.tensor([0.5, 0.0, -0.25, 0.0])
     after = updated_bias(before, torch.tensor([10, 3, 7, 8]), 0.125)
     assert after.tolist() == [0.375, 0.125, -0.25, -0.125]
@@ -60,7 +60,7 @@ def test_updated_bias_moves_against_the_load() -> None:
 
 
 def test_the_bias_evens_the_load_of_skewed_scores() -> None:
-    """Scores favour two of six experts. After 300 steps, the bias has evened the load to within 15 %."""
+    """Scores favor two of six experts. After 300 steps, the bias has evened the load to within 15 %."""
     generator = torch.Generator().manual_seed(2)
     lean, bias = torch.tensor([0.4, 0.3, 0.0, 0.0, 0.0, -0.2]), torch.zeros(6)
     largest = []

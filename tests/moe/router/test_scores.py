@@ -156,7 +156,7 @@ def test_noise_is_training_only(options: dict[str, object]) -> None:
 
 
 def test_random_drops_serve_first_choices_before_second_ones() -> None:
-    """With drop random and queue choices_first, random drops among first choices do not favour early tokens, and no first choice loses its
+    """With drop random and queue choices_first, random drops among first choices do not favor early tokens, and no first choice loses its
     slot to a second choice.
     """
     logits = torch.tensor([4.0, 3.0]).repeat(400, 1)

@@ -34,7 +34,7 @@ from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 
-# name -> degrees: axis dp over all ranks, or over ranks that are not neighbours
+# name -> degrees: axis dp over all ranks, or over ranks that are not neighbors
 PLACES = {"2": Degrees(dp=2), "3": Degrees(dp=3), "4": Degrees(dp=4), "2 of 4": Degrees(dp=2, tp=2)}
 SPLITS = {2: [[3, 0], [1, 2]], 3: [[0, 2, 1], [0, 0, 0], [3, 0, 4]], 4: [[0, 1, 0, 2], [0, 0, 0, 0], [1, 1, 1, 1], [5, 0, 0, 0]]}
 NAMES = (

@@ -201,7 +201,7 @@ def cube(dp: int, sp: int, q: int) -> dict[str, Kind]:
 
 
 def experts(dp: int, sp: int, tp: int, ep: int, etp: int) -> dict[str, Kind]:
-    """Parameters of an MoE layer. Every rank has its own tokens. An expert gets tokens of the ep * etp neighbouring ranks that share one
+    """Parameters of an MoE layer. Every rank has its own tokens. An expert gets tokens of the ep * etp neighboring ranks that share one
     copy of all experts."""
     ranks = [(c, e, h) for c in range(dp * sp * tp // (ep * etp)) for e in range(ep) for h in range(etp)]
     seen = [frozenset({(c, e, h) for e in range(ep) for h in range(etp)}) for c, _, _ in ranks]

@@ -102,7 +102,7 @@ def test_a_joint_axis_is_named_for_its_axes_that_are_longer_than_one() -> None:
         mesh.axis("dp", "ep")
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_expert_parallel_ones_too() -> None:
+def test_tensor_parallel_ranks_are_neighbors_and_expert_parallel_ones_too() -> None:
     d = Degrees(dp=4, pp=2, tp=3)
     assert d.groups("tp") == [(r, r + 1, r + 2) for r in range(0, 24, 3)]
     assert d.groups("pp") == [(r, r + 12) for r in range(12)]
@@ -118,7 +118,7 @@ def test_tensor_parallel_ranks_are_a_grid_a_pile_of_grids_or_a_cube() -> None:
     d = Degrees(tp=12, tp_col=2, tp_depth=3)
     assert d.groups("tp_depth") == [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
     assert (Degrees(tp=27, tp_col=3, tp_depth=3).tp_row, Degrees(tp=5).tp_row) == (3, 5)
-    d = Degrees(tp=8, tp_col=4, tp_col_copies=2)  # two neighbours in a row hold the same key-value head
+    d = Degrees(tp=8, tp_col=4, tp_col_copies=2)  # two neighbors in a row hold the same key-value head
     assert d.groups("tp_col_copies") == [(0, 1), (2, 3), (4, 5), (6, 7)] and d.groups("tp_col_heads")[:2] == [(0, 2), (1, 3)]
     with pytest.raises(BadInput, match="^tp_row_copies: got 3, needed a divisor of tp_row=2; fix: use one of"):
         Degrees(tp=4, tp_col=2, tp_row_copies=3)
@@ -134,7 +134,7 @@ def test_experts_fold_over_sequence_and_tensor_parallel_ranks() -> None:
     assert d.edp == 2 and d.groups("etp") == d.groups("tp") and d.groups("ep") == d.groups("sp") and d.groups("edp") == d.groups("dp")
 
 
-def test_an_exchange_in_two_steps_meets_neighbours_first() -> None:
+def test_an_exchange_in_two_steps_meets_neighbors_first() -> None:
     d = Degrees(dp=8, ep=4, etp=2, ep_inner=2)
     assert d.groups("ep") == [(0, 2, 4, 6), (1, 3, 5, 7)] and d.groups("etp") == [(r, r + 1) for r in (0, 2, 4, 6)]
     assert d.groups("ep_inner") == [(0, 2), (1, 3), (4, 6), (5, 7)] and d.groups("ep_outer") == [(0, 4), (1, 5), (2, 6), (3, 7)]

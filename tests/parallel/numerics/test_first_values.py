@@ -57,7 +57,7 @@ def test_numbers_are_normal_and_cut_at_two_sigma(dtype: torch.dtype) -> None:
         assert (below - torch.arange(n) / n).abs().max() < 1.95 / math.sqrt(n)
 
 
-def test_neighbours_in_both_dims_and_other_tensors_have_nothing_in_common() -> None:
+def test_neighbors_in_both_dims_and_other_tensors_have_nothing_in_common() -> None:
     x, bound = drawn((1024, 1024)).double(), 5 / 1024  # five standard deviations of a correlation of 2^20 pairs
     others = [x.roll(1, 0), x.roll(1, 1), x.roll((1, 1), (0, 1)), x.roll(32, 1), x.t(), drawn((1024, 1024), key=2**64 - 2).double()]
     for other in others:

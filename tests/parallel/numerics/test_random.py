@@ -80,7 +80,7 @@ def test_mean_variance_and_every_bin_are_those_of_a_uniform(key: int) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_neighbours_are_uncorrelated(key: int) -> None:
+def test_neighbors_are_uncorrelated(key: int) -> None:
     """Serial correlations along positions and columns, of the numbers and of their squares, are at most five standard errors."""
     grid = uniform(key, torch.arange(2000), 50).double() - 1 / 2
     bound = 5 / math.sqrt(grid.numel())

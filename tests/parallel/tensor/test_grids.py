@@ -55,8 +55,8 @@ class PlainNorm(nn.Module):
         self.kind, self.weight = norm.kind, norm.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True) if self.kind == "layernorm" else x
-        return centred / (centred.square().mean(-1, keepdim=True) + (1e-5 if self.kind == "layernorm" else 1e-6)).sqrt() * self.weight
+        centered = x - x.mean(-1, keepdim=True) if self.kind == "layernorm" else x
+        return centered / (centered.square().mean(-1, keepdim=True) + (1e-5 if self.kind == "layernorm" else 1e-6)).sqrt() * self.weight
 
 
 class Network(nn.Module):

@@ -121,7 +121,7 @@ def test_extra_warmup_never_deadlocks() -> None:
         assert [sum(1 for _ in itertools.takewhile(lambda a: a.op is Op.F, order)) for order in orders] == [min(m, w + 1) for w in warm]
         done: set[tuple[Op, int, int]] = set()
         while any(orders):
-            ready = [order for order in orders if order and _neighbours(order[0], p) <= done]
+            ready = [order for order in orders if order and _neighbors(order[0], p) <= done]
             assert ready, (p, m, F, B, extra)
             for order in ready:
                 done.add(order.pop(0)[:3])
@@ -129,7 +129,7 @@ def test_extra_warmup_never_deadlocks() -> None:
     assert ahead > 500
 
 
-def _neighbours(action: Action, p: int) -> set[tuple[Op, int, int]]:
+def _neighbors(action: Action, p: int) -> set[tuple[Op, int, int]]:
     op, stage, j = action[:3]
     if op is Op.F:
         return {(op, stage - 1, j)} if stage else set()

@@ -26,7 +26,7 @@ def drawn(draw: random.Random) -> Schedule:
 
 
 def exchanged(schedule: Schedule, draw: random.Random, times: int) -> Schedule:
-    """Return the schedule, without pairs, after exchanging two neighbouring actions of a random rank `times` times."""
+    """Return the schedule, without pairs, after exchanging two neighboring actions of a random rank `times` times."""
     orders = [list(order) for order in schedule.orders]
     for _ in range(times):
         order = draw.choice(orders)
