@@ -175,7 +175,7 @@ def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
 
 def _determined(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
     """Return a dict: constant in `names` that the steps determine -> standard deviation of the logarithm of its factor. Constants are left
-    out, that with the largest deviation first, until all are below DETERMINED. noise: standard deviation of the steps' errors."""
+    out, the largest deviation first, until all are below DETERMINED. noise: standard deviation of the steps' errors."""
     import numpy as np
 
     slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))

@@ -134,7 +134,7 @@ class ChatFiles:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a table's value without null fields: in a table, every row has all fields, and null in those that JSON lines leave out."""
+    """Return a table's value without null fields: in a table, every row has all fields, and null in fields that JSON lines leave out."""
     if isinstance(value, dict):
         return {name: _without_nulls(held) for name, held in value.items() if held is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

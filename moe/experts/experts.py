@@ -121,7 +121,7 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
-        """Replace matrices by quantized blocks, whose values `Blocks.put` sets later. `layouts`: name of each such matrix -> its layout.
+        """Replace matrices by quantized blocks; `Blocks.put` sets their values later. `layouts`: name of each such matrix -> its layout.
         `form`: the quantization."""
         for name, layout in layouts.items():
             self.blocks[name] = Blocks.empty(form, tuple(getattr(self, name).shape), device), layout

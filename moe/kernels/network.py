@@ -102,7 +102,7 @@ def resized(rows: Tensor, counts: list[int], new: list[int]) -> Tensor:
 
 
 class ByProduct:
-    """Kernels whose expert networks call `times` for each matrix product. `kernels`: computes all other operations. `unit`: zeros
+    """Kernels with expert networks that call `times` for each matrix product. `kernels`: computes all other operations. `unit`: zeros
     are appended to each expert's rows until their number is a multiple of `unit`, so that products have few shapes."""
 
     def __init__(self, kernels: ModuleType | ByProduct, times: Product, *, unit: int = 1) -> None:

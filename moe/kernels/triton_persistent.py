@@ -51,7 +51,7 @@ def persistent_product(
     """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, by any number of programs. tiles: for each row tile
     (expert, first row, end of the expert's rows). used [1]: number of row tiles that have rows. w[e] is [inner, columns], in memory
     [columns, inner] if TURNED. EVEN: BLOCK_N divides columns. GROUP: number of row tiles that are computed together, column by
-    column, to reuse the L2 cache. An expert's last tile may include rows of the next expert, whose sums are not stored. Beyond a
+    column, to reuse the L2 cache. An expert's last tile may include rows of the next expert; their sums are not stored. Beyond a
     tensor's end, TMA loads zeros."""
     rows_first = tl.make_tensor_descriptor(a, [R, inner], [inner, 1], [BLOCK_M, BLOCK_K])
     matrices_first = _matrices(w, E, inner, columns, TURNED, BLOCK_N, BLOCK_K)

@@ -36,7 +36,7 @@ def whole(run: Run, processes: int | None) -> Run:
 
 
 def size(run: Run) -> int:
-    """Return the number of processes of a planned run, whose degrees.dp is a number."""
+    """Return the number of processes of a planned run; its degrees.dp is a number."""
     assert isinstance(run.degrees.dp, int)
     return run.degrees.dp * _ranks_each(run)
 

@@ -53,7 +53,7 @@ class Linear(nn.Module):
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
-        """Replace the weight by quantized blocks, whose values `Blocks.put` sets later. `layouts`: {"weight": its layout}. `form`: the
+        """Replace the weight by quantized blocks; `Blocks.put` sets their values later. `layouts`: {"weight": its layout}. `form`: the
         quantization."""
         out_size, in_size = self.weight.shape
         self.blocks["weight"] = Blocks.empty(form, (1, in_size, out_size), device), layouts["weight"]

@@ -94,7 +94,7 @@ def _refusal(run: Run, key: str, condition: str) -> BadInput:
 
 def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
     """Raise BadInput if the data are token ids and the user set a key without effect on them: text_key, source, or validation_share for
-    folders, whose val.bin has the validation ids. With data.source=chat, only text_key is checked. level, is_set: as in
+    folders; val.bin in them has the validation ids. With data.source=chat, only text_key is checked. level, is_set: as in
     `_check_disabled`."""
     paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
     if data.tokenizer != "ids" or not paths:

@@ -155,7 +155,7 @@ class Expected:
 
     def in_the_order_of(self, case: Case) -> Expected:
         """Return a copy with the result of one process that takes all sums in the same order as `case`. In fp32 only `result.weights` are
-        replaced: by those of the twin after an update with that process's gradients. The tolerance stays the same."""
+        replaced: by the twin's weights after an update with that process's gradients. The tolerance stays the same."""
         one = compute(own_order(case), delayed_as=self.twin)
         if rounds(case):
             return replace(self, result=one)

@@ -187,7 +187,7 @@ def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Return the mesh axes over which a tensor with these letters has partial sums inside an operator: those that shard a letter that the
+    """Return the mesh axes over which a tensor with these letters has partial sums inside an operator: axes that shard a letter that the
     tensor lacks. cuts: letter of the operator -> mesh axes that shard it. but: letters to leave out."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 

@@ -244,7 +244,7 @@ class _Run:
             x.requires_grad_()
         output = self.work.forward(stage, microbatch, x)
         if self.train:
-            edge = get_gradient_edge(output) if output.requires_grad else None  # kept instead of the output, whose memory is freed
+            edge = get_gradient_edge(output) if output.requires_grad else None  # kept instead of the output; the output's memory is freed
             self.saved[stage, microbatch] = x, edge
         if stage < self.last:
             self.results[True, stage, microbatch] = output.detach().contiguous()

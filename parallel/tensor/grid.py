@@ -89,7 +89,7 @@ class ChannelsNorm(Style):
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centered: bool, eps: float, axis: Axis) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centered`), to tokens whose channels are split over the axis. Return x's dtype.
+    """Apply RMSNorm, or LayerNorm (`centered`), to tokens with channels that are split over the axis. Return x's dtype.
 
     Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward."""
     wide = sum_dtype(torch.promote_types(x.dtype, gain_D.dtype))

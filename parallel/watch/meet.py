@@ -26,7 +26,7 @@ import torch.distributed as dist
 from parallel.errors import BadInput, Ended
 
 _LIMIT = " (five times train.timeout_s)"
-_PROBLEM = "missing"  # key in the store, whose value says why the run cannot start
+_PROBLEM = "missing"  # key in the store; its value says why the run cannot start
 _LOOK_S = 0.1  # seconds between two reads of the store
 _TELL_S = 60.0  # seconds after which rank 0 prints which ranks it waits for
 _MARGIN_S = 10.0  # seconds that the other ranks wait for rank 0's result after rank 0's own time limit

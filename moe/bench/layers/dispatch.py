@@ -179,7 +179,7 @@ def _same(ours: Pass, peer: Pass) -> bool:
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return a table row for each entry of GROWTH: time and memory of the large shape, divided by those of the small one."""
+    """Print and return a table row for each entry of GROWTH: time and memory of the large shape, divided by the small one's."""
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():

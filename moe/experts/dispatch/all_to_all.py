@@ -37,7 +37,7 @@ class AllToAll(Dispatcher):
 
     def traffic(self, load: Load) -> Traffic:
         rows = Message("ep", "all_to_all", load.rows * load.row_bytes, load.ranks, calls=self.chunks, busiest=load.busiest)
-        first = min(1.0, 2 / self.chunks)  # share of rows sent while shared experts compute: those of the first two chunks
+        first = min(1.0, 2 / self.chunks)  # share of rows sent while shared experts compute: rows of the first two chunks
         return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=rows, meanwhile=first)
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

@@ -153,7 +153,7 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 
     bias     [E], added to the compared scores
     given    [T, K], experts chosen before; None: choose them from the OPEN best of GROUPS groups of experts
-    load     [T, K], experts that the balance loss counts: those with the highest scores without bias. Written if `given` is None, else
+    load     [T, K], experts that the balance loss counts: the ones with the highest scores without bias. Written if `given` is None, else
              read. None: the loss counts the chosen experts
     CHOSEN   compare logits instead of scores, because the softmax is over the chosen experts only
     NORMED   gates sum to SCALE

@@ -179,7 +179,7 @@ class Held:
 
     def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
         """Return (plan with the first of `kinds` of recompute that makes it fit, its bytes). If none does, return (plan with the last kind,
-        its bytes). If an earlier call found that a smaller micro-batch does not fit either, the bytes may be those of that micro-batch, a
+        its bytes). If an earlier call found that a smaller micro-batch does not fit either, the bytes may belong to that micro-batch, a
         lower bound."""
         alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
 

@@ -118,7 +118,7 @@ def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
-    """Bytes that a layer's norm keeps for each element of its input: the bytes of `_norm`; with tp 2d, 2.5d or 3d only those of the input
+    """Bytes that a layer's norm keeps for each element of its input: the bytes of `_norm`; with tp 2d, 2.5d or 3d only bytes of the input
     in the compute dtype."""
     return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 

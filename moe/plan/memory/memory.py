@@ -146,7 +146,7 @@ class _Engine:
         return trained + older + frozen
 
     def _missing(self, to_come: Elements) -> float:
-        """Bytes of gradients that are not allocated yet: those of the parameters `to_come` if gradients are freed between steps; otherwise
+        """Bytes of gradients that are not allocated yet: of the parameters `to_come` if gradients are freed between steps; otherwise
         0."""
         return self.of_dense * to_come.dense + self.of_expert * to_come.expert
 

@@ -118,7 +118,7 @@ class _Pass(NamedTuple):
 
 
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
-    """Return a RankMoments for each pipeline rank. which: all ranks, or only the fullest: those that may need the most memory."""
+    """Return a RankMoments for each pipeline rank. which: all ranks, or only the fullest, which may need the most memory."""
     engine: dict[str, Any] = {} if differs_by_moment(plan, stack) else {"dp": 1, "engine": _DEFAULT.engine, "reshard": _DEFAULT.reshard}
     offload: dict[str, Any] = {"offload_optimizer": "none", "offload_parameters": "none"}
     without_states = without_order(plan).but(storage=_DEFAULT.storage, **engine, **offload)
@@ -296,7 +296,7 @@ class _Moments:
             # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
             wide = FP32_BYTES if self.stack.casts and not self.gathers else self.plan.compute_bytes
             size = wide * (2 if tied else 1) * outside.embedding.trained.dense
-            # gradients that may not exist yet: those of other stages and, after an I, of this stage's layers
+            # gradients that may not exist yet: of other stages and, after an I, of this stage's layers
             to_come, sharded = (rest + after).trained + Elements(tied if gradients < 2 else 0.0), whole.get("embedding", 0.0)
             summed = stage.elements.trained if last else NOTHING
             yield Moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others, summed=summed)

@@ -62,8 +62,8 @@ class Settings:
 
 
 def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """Return the strategies of an operator. Of those that read and give equal shardings, keep the best trade-offs between time and memory
-    (`_unbeaten`)."""
+    """Return the strategies of an operator. Of strategies that read and give equal shardings, keep the best trade-offs between time and
+    memory (`_unbeaten`)."""
     found: dict[tuple[tuple[State, ...], State], list[Strategy]] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for cut in product(free, repeat=len(mesh.sizes)):

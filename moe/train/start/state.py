@@ -207,7 +207,7 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
     Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
-    # the engine's layouts and the whole model's; with LoRA only those of frozen parameters, and so none of adapters
+    # the engine's layouts and the whole model's; with LoRA only frozen parameters' layouts, and none of adapters
     mine, everywhere = (frozen or trained for trained, frozen in pairs)
     check_same_parameters(found, global_layouts(everywhere), fix=fix, spare=(AHEAD,))
     if {name for name in found.names() if name.startswith(AHEAD)} - global_layouts(everywhere).keys():

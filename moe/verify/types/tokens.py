@@ -56,7 +56,7 @@ def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int |
         if not valid and any(kept):
             yield "padding has a slot"
         for k, (expert, has) in enumerate(zip(chosen, kept, strict=True)):
-            # queues have choices with a slot, and those that certainly asked for one: a random second choice without a slot may not have
+            # queues have choices with a slot, and choices that certainly asked for one: a random second choice without a slot may not have
             if valid and (has or (method.tokens_choose and not (k and spec.random_second))):
                 place = (k, position) if spec.queue == "choices_first" else (position, k)
                 queues.setdefault((position // each, expert), []).append((place, has))

@@ -150,7 +150,7 @@ class Comparison:
 
     def _settled(self, name: str, one: list[Tensor], here: list[Tensor]) -> Tensor:
         """Return the rank's weight after the step, without the part of its difference from the single process's weight that the allowed
-        error of the gradient explains. The relative change of an update is at most that of its gradient. A gradient within the allowed
+        error of the gradient explains. The relative change of an update is at most its gradient's. A gradient within the allowed
         error may have either sign, so the whole difference is explained.
 
         one, here: (weight after the step, weight before it, gradient) of the single process and of the rank."""
