@@ -266,6 +266,25 @@ def test_vectors_of_an_experts_input_follow_its_rows() -> None:
         assert [d.passed for d, _ in comparison.found if d.kind == "input"] == [True, True, not wrong]
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_rows_with_equal_inputs_are_told_apart_by_their_gradients(wrong: bool) -> None:
+    """Found with DeepSpeed: two sequences began with the same token, so an expert got two equal rows with different gradients."""
+    draws = torch.Generator().manual_seed(0)
+    rows, gradients, order = torch.randn(6, 3, generator=draws), torch.randn(6, 3, generator=draws), torch.tensor([4, 1, 5, 0, 3, 2])
+    rows[4] = rows[1]
+
+    def of(rank: int, x: Tensor, r: Tensor, y: Tensor, g: Tensor) -> Recorded:
+        values = {Key("input", "m", "0"): x, Key("input", "e", "0"): r, Key("output", "e"): y, Key("output gradient", "e"): g}
+        return Recorded(rank, 2, pieces={key: [Piece.of(value, "e", 99, hashed=key.name == "m")] for key, value in values.items()})
+
+    for exchanged in (order, torch.tensor([1, 4, 5, 0, 3, 2])):  # the two rows either way round
+        here = gradients[exchanged] * (torch.tensor([[1.0]] * 5 + [[1.01]]) if wrong else 1.0)
+        ranks = [of(rank, *(x.chunk(2)[rank] for x in (SAMPLES, rows[order], 2 * rows[order], here))) for rank in range(2)]
+        comparison = Comparison(of(0, SAMPLES, rows, 2 * rows, gradients), ranks, [of(0, SAMPLES, rows, 2 * rows, gradients + 1e-8)])
+        comparison.run(lambda *_: (None, ""))
+        assert [d.passed for d, _ in comparison.found if d.kind == "output gradient"] == [not wrong]
+
+
 def test_the_scale_of_a_ranks_gradients_is_that_of_a_shard_that_says_its_place() -> None:
     """Found with torchtitan: DTensors say their place, so rows of experts, in another order on each rank, were the first that looked like
     samples, and their ratio became the scale of all gradients."""

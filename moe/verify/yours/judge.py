@@ -52,9 +52,8 @@ class Comparison:
     # cache: arguments of `tried`, (parameter, rank) -> its result
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
     shifts: list[dict[str, int]] = field(default_factory=list)  # for each rank: module prefix -> shift of layer numbers (`renamed`)
-    # module -> for each row of the single process, the index of a row with the same input in the joined rows of all ranks; None: inputs
-    # deviate (rows.py)
-    rows: dict[str, Tensor | None] = field(default_factory=dict)
+    # module -> result of `_order` in rows.py
+    rows: dict[str, tuple[Tensor | None, list[Tensor]]] = field(default_factory=dict)
 
     @staticmethod
     def of(one: Recording, many: Recording) -> Comparison:

@@ -6,6 +6,7 @@ values count as aligned.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +22,23 @@ Comparison = Any  # the class in judge.py, which cannot be imported here because
 def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
     """Align rows that are spread over the ranks in any order, such as an expert's inputs. None if they cannot be aligned. whole: the single
     process's tensor."""
-    one, here = stacked([whole], [1.0]), stacked(own, of.scales if key.kind == "output gradient" else [], whole, of.readers)
-    order = None if one is None or here is None else _order(of, key.name, bound)
+    of_gradient = key.kind == "output gradient"
+    one, here = stacked([whole], [1.0]), stacked(own, of.scales if of_gradient else [], whole, of.readers)
+    order, groups = (None, []) if one is None or here is None else _order(of, key.name, bound)
     if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
         return None
-    return [Seen(0, one, here[order], None, of.deviation(key.kind, one, here[order]))]
+    here = here[order]
+    for group in groups if of_gradient else ():
+        pairs = nearest(one[group], here[group])
+        here[group] = here[group] if pairs is None else here[group][pairs]
+    return [Seen(0, one, here, None, of.deviation(key.kind, one, here))]
 
 
-def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
-    """Return for each row of the single process the index of the ranks' row with the nearest input; None if inputs deviate by more than
-    `bound`. A token with two choices has two rows with equal inputs, so outputs are compared too. In stacked experts, output gradients are
-    compared as well, because a rank has none for rows of other ranks' experts."""
+def _order(of: Comparison, module: str, bound: float) -> tuple[Tensor | None, list[Tensor]]:
+    """Return for each row of the single process the index of the ranks' row with the nearest input, or None if inputs deviate by more than
+    `bound`; and groups of rows with equal inputs and outputs, such as the first token of two sequences, which only gradients distinguish.
+    A token with two choices has two rows with equal inputs, so outputs are compared too. In stacked experts, output gradients are compared
+    as well, because a rank has none for rows of other ranks' experts."""
     if module not in of.rows:
         sides: list[tuple[Tensor, Tensor]] = []
         spare = of_experts(of, module.rpartition(".")[0])
@@ -48,9 +55,20 @@ def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
         pairs = [torch.cat(side, 1) for side in zip(*sides, strict=True)]
         order = nearest(pairs[0], pairs[1], spare=spare) if pairs else None
         right = order is not None and of.deviation("input", sides[0][0], sides[0][1][order]) <= bound
-        of.rows[module] = order if right else None
-    found: Tensor | None = of.rows[module]
+        of.rows[module] = (order, _equal(pairs[0], bound)) if right else (None, [])
+    found: tuple[Tensor | None, list[Tensor]] = of.rows[module]
     return found
+
+
+def _equal(rows: Tensor, bound: float) -> list[Tensor]:
+    """Return the indices of each group of at least two rows whose elements differ by at most `bound`."""
+    near, groups = torch.cdist(rows, rows, p=math.inf) <= bound, list[Tensor]()
+    left = torch.ones(len(rows), dtype=torch.bool)
+    for number in range(len(rows)):
+        if left[number]:
+            groups.append((near[number] & left).nonzero().flatten())
+            left[groups[-1]] = False
+    return [group for group in groups if len(group) > 1]
 
 
 def of_experts(of: Comparison, module: str) -> bool:
