@@ -24,8 +24,17 @@ from parallel.errors import BadInput, counted
 Model = tuple[str, str, dict[str, str]]  # label, recipe, keys that differ from the recipe
 Curves = dict[str, list[list[dict[str, Any]]]]  # label -> the lines of metrics.jsonl of each seed
 COUNTS = (1, 2, 4, 8, 16, 32)  # numbers of experts in Switch's encoder-decoder
-# all tokens of a step share the experts' capacity, as in the paper; short sequences, so that 18 runs take half an hour
-SHARED = {"train.global_batch": "8", "router.group": "8", "model.max_length": "128"}
+# all tokens of a step share the experts' capacity, as in the paper; small layers, so that 18 runs of 1,500 steps take about half an hour
+SHARED = {
+    "model.d_model": "64",
+    "model.d_ff": "128",
+    "model.num_heads": "2",
+    "model.num_layers": "4",
+    "model.encoder_layers": "2",
+    "model.max_length": "128",
+    "train.global_batch": "32",
+    "router.group": "32",
+}
 PARTS: dict[str, list[Model]] = {  # value of --only -> models, with the dense model first
     "recipes": [(name, name, {}) for name in ("dense_tiny", "switch_tiny", "glam_tiny")],
     "experts": [(counted(n, "expert"), "switch_t5_tiny", SHARED | {"experts.num_experts": str(n)}) for n in COUNTS],
