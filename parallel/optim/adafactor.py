@@ -55,9 +55,10 @@ class Adafactor(Rule):
 
     def _update(self, weight: Tensor, state: dict[str, Tensor], group: Group, *, wholes: Mapping[int, Whole]) -> None:
         assert weight.grad is not None
-        grad, mean = weight.grad.float(), partial(_mean, cuts=wholes.get(id(weight), Whole(())).cuts)
-        square, dims = grad.square().add_(EPS), (-1,) if group["vectors"] else (-2, -1)
+        grad, lr, cuts = weight.grad.float(), group["lr"], wholes.get(id(weight), Whole(())).cuts
+        square, mean, dims = grad.square(), partial(_mean, cuts=cuts), (-1,) if group["vectors"] else (-2, -1)
         means = {SQUARE: square} if group["vectors"] else {ROW: mean(square, (-1,)).squeeze(-1), COLUMN: mean(square, (-2,)).squeeze(-2)}
+        means = {kind: now + EPS for kind, now in means.items()}
         if not state:
             state["step"] = torch.zeros((), device=weight.device)
             state |= {kind: torch.zeros_like(now, dtype=weight.dtype) for kind, now in means.items()}
@@ -69,20 +70,29 @@ class Adafactor(Rule):
             update = grad * state[SQUARE].float().rsqrt()
         else:
             rows, columns = state[ROW].float().unsqueeze(-1), state[COLUMN].float().unsqueeze(-2)
-            update = grad * (rows / mean(rows, (-2,))).rsqrt() * columns.rsqrt()
-        update /= mean(update.square(), dims).sqrt().clamp_min(1.0)
+            update = (grad * (rows / mean(rows, (-2,))).rsqrt()).mul_(columns.rsqrt())
+        factor = lr / _rms(update, dims, cuts=cuts).clamp_min(1.0)
         if self.step == "relative":
-            update *= mean(weight.float().square(), dims).sqrt().clamp_min(FLOOR)
-        decay_and_subtract(weight, update.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
+            factor *= _rms(weight.float(), dims, cuts=cuts).clamp_min(FLOOR)
+        decay_and_subtract(weight, update.mul_(factor), lr=lr, decay=group["weight_decay"])
 
 
-def _mean(x: Tensor, dims: tuple[int, ...], *, cuts: tuple[Cut, ...]) -> Tensor:
+def _rms(x: Tensor, dims: tuple[int, ...], *, cuts: tuple[Cut, ...]) -> Tensor:
+    """Return the root mean square of unsharded matrices over all their dims `dims`, like `_mean`. Norms of norms need no tensor of squares,
+    and on a CPU they round less than one norm."""
+    total = x
+    for dim in reversed(dims):
+        total = torch.linalg.vector_norm(total, dim=dim, keepdim=True)
+    return _mean(total.square(), dims, cuts=cuts, counts=x.shape).sqrt()
+
+
+def _mean(x: Tensor, dims: tuple[int, ...], *, cuts: tuple[Cut, ...], counts: torch.Size | None = None) -> Tensor:
     """Return the mean over these dims (negative; kept with size 1) of unsharded matrices, of which x is this rank's shard. cuts: how the
-    matrices are sharded. Collective over the axes of `cuts`."""
-    total, count = x.sum(dims, keepdim=True), 1
+    matrices are sharded. counts: shape of the shard, if x is already its sum. Collective over the axes of `cuts`."""
+    total, shape, count = x.sum(dims, keepdim=True), counts or x.shape, 1
     for dim in dims:
         of_dim = [cut for cut in cuts if cut.dim == dim]
-        count *= max((cut.size for cut in of_dim), default=x.shape[dim])
+        count *= max((cut.size for cut in of_dim), default=shape[dim])
         for cut in of_dim:
             total = sum_over(total, cut.axis)
     return total / count

@@ -44,6 +44,7 @@ def updated_momentum(state: dict[str, Tensor], weight: Tensor, *, momentum: floa
         state["step"] = torch.zeros((), device=weight.device)
         state[MOMENTUM] = torch.zeros_like(weight)
     state["step"] += 1
-    new = state[MOMENTUM].float().mul(momentum).add_(weight.grad.float())
-    state[MOMENTUM].copy_(new)
+    new = state[MOMENTUM].float().mul_(momentum).add_(weight.grad.float())  # .float() copies only narrower momenta
+    if new is not state[MOMENTUM]:
+        state[MOMENTUM].copy_(new)
     return new

@@ -51,4 +51,6 @@ class AdamWExcept(torch.optim.AdamW):
 
 def decay_and_subtract(weight: Tensor, step: Tensor, *, lr: float, decay: float) -> None:
     """Set `weight` to weight - lr * decay * weight - step, in place. `step` (fp32) is rounded to the weight's dtype."""
-    weight.mul_(1 - lr * decay).sub_(step.to(weight.dtype))
+    if decay:
+        weight.mul_(1 - lr * decay)
+    weight.sub_(step.to(weight.dtype))

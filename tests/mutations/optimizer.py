@@ -150,7 +150,7 @@ def _to_the_limit(real: Any) -> Any:
 
 
 def _of_shards(real: Any) -> Any:
-    return lambda x, dims, *, cuts: real(x, dims, cuts=())
+    return lambda x, dims, *, cuts, counts=None: real(x, dims, cuts=(), counts=counts)
 
 
 def _shards_alone(real: Any) -> Any:

@@ -199,7 +199,8 @@ def test_the_planner_counts_the_products_of_muons_update(more: dict[str, Any]) -
 @pytest.mark.parametrize(("kind", "reads"), [("sgd", 1), ("muon", 2), ("adafactor", 2)])
 def test_the_planner_counts_the_bytes_that_an_update_moves(kind: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """reads: how often the update reads the gradient."""
-    rule, weight = optimizer_of(Run.model_validate(BASE | {"optimizer": KINDS[kind]}).optimizer), nn.Parameter(torch.ones(400, 300))
+    without_decay = KINDS[kind] | {"weight_decay": 0.0}
+    rule, weight = optimizer_of(Run.model_validate(BASE | {"optimizer": without_decay}).optimizer), nn.Parameter(torch.ones(400, 300))
     weight.grad = torch.ones_like(weight)
     monkeypatch.setattr(muon, "ITERATIONS", 0)
     optimizer = rule.build(rule.groups([("layers.0.attention.q.weight", weight)]))
