@@ -99,7 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "sliding_window": 5, "sliding_layers": [0], "attention_sinks": True, "out_bias": True, "qkv_bias": True, "clip_qkv": 0.9,
             "rope": {"fraction": 2 / 3, "base": 300.0}, "swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0},
         },
-        "router": {"preset": "gpt_oss", "num_choices": 3, "balance_scope": "sequence"},
+        "router": {"preset": "gpt_oss", "num_choices": 3, "balance_scope": "sequence", "bias_rate": 0.02},
         "experts": {"biases": True},
     },
     "latent": {
@@ -170,7 +170,7 @@ OTHER: dict[str, dict[str, Any]] = {  # models for one feature each, such as an 
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
     },
     "kfac_t5": {
-        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 2, "experts": False}},
+        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 2, "experts": False, "ema": 0.8}},
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "ffn": "geglu"},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
         "data": {"objective": "span_corruption"},

@@ -94,6 +94,7 @@ def _batch_cases() -> list[Case]:
     found = [Case(model, kind, 2, ep, 3, "fp32", packed=True) for model, kind, ep in (("gshard", "ddp", 2), ("deepseek", "zero1", 1))]
     found += [Case("gpt_oss", "ddp", 1, 1, 1, "fp32", packed=True), Case("ahead", "fsdp", 2, 2, 1, "fp32", packed=True)]
     found += [Case("switch", "ddp", 2, 1, 3, "fp32", padded=True)]  # the model's z loss must not count padding
+    found += [Case("packed", "ddp", 1, 1, 1, "fp32", packed=True)]  # documents begin at separators and at packed chats
     return found + [
         Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
         for world in WORLDS

@@ -31,5 +31,6 @@ def expert_cases() -> list[Case]:
     options = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
     found += [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in options]
     found += [Case("gpt_oss", "ddp", 2, 1, 1, "fp32", etp=2, experts=EXPERTS)]  # experts with biases, each sharded over two ranks
+    found += [Case("lora", "ddp", 2, 2, 1, "fp32", rows="overlapped", experts=EXPERTS)]  # each chunk of experts has its own adapters
     padded = [name for name, method in METHODS.items() if method.example]  # router methods with an example of their own
     return found + [Case(name, "ddp", 1, 1, 3, "fp32", experts=EXPERTS, padded=True) for name in padded]

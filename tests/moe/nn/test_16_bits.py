@@ -9,7 +9,7 @@ from torch import Tensor
 from moe.kernels.triton.norm import norm as on_gpu
 from moe.nn.attention import Attention
 from moe.nn.context import Context
-from moe.nn.linear import Norm
+from moe.nn.linear import Norm, linear_fp32
 from moe.nn.vocabulary import Rows, look_up
 from moe.recipe import sections
 
@@ -49,6 +49,18 @@ def test_a_tokens_gradients_are_summed_in_fp32(rows: str, dtype: torch.dtype, un
         parts = [matrix] if isinstance(matrix, Tensor) else list(matrix.parameters())
         found = torch.cat([part.grad for part in parts if part.grad is not None])[:3]
         assert ((found.double() - want).abs() <= allowed * want).all()
+
+
+@pytest.mark.parametrize(("dtype", "unit"), HALVES)
+def test_a_product_of_16_bit_tokens_in_fp32_has_exact_gradients(dtype: torch.dtype, unit: float) -> None:
+    """A router's logits and its weight's gradient are exact to fp32; only the gradient of the tokens is rounded, to their dtype."""
+    x, weight, grad = random(50, D, seed=1).to(dtype).requires_grad_(), random(7, D, seed=2).requires_grad_(), random(50, 7, seed=3)
+    y = linear_fp32(x, weight)
+    y.backward(grad)
+    exact = x.detach().double(), weight.detach().double(), grad.double()
+    pairs = ((y, exact[0] @ exact[1].T, 1e-6), (weight.grad, exact[2].T @ exact[0], 1e-6), (x.grad, exact[2] @ exact[1], 1.01 * unit))
+    for found, want, allowed in pairs:
+        assert found is not None and (found.double() - want).abs().max() <= allowed * want.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "unit"), HALVES)

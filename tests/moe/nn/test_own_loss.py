@@ -104,7 +104,7 @@ def test_dpo_begins_at_log_2_on_ranks_and_falls(folder: Path, dpo: ModuleType) -
     with pytest.raises(BadInput, match="reference.json: got a file that is there already"):
         dpo.main("base", "pairs.jsonl")
     assert Path("reference.json").read_text() == before
-    for name, degrees, rank in (("pp", {"pp": 2}, 0), ("tp", {"tp": 2}, 0), ("lora", {}, 4)):
+    for name, degrees, rank in (("pp", {"pp": 2}, 0), ("tp", {"tp": 2}, 0), ("sp", {"sp": 2}, 0), ("lora", {}, 4)):
         own: dict[str, dict[str, Any]] = {"optimizer": {"warmup_steps": 0, "lr": 0.01 * (1 + rank)}, "lora": {"rank": rank}}
         run = recipe(train={"loss": "dpo:dpo", "steps": 4}, degrees=degrees, pipeline={"microbatches": 2}, **own)
         trained.train(run, folder / name, ranks=1 if rank else 2, init_from=folder / "base")
