@@ -161,6 +161,9 @@ def _options_cases() -> list[Case]:
     found += [Case("kfac_at_once", "ddp", world, world, m, "bf16", casts=casts) for world, m, casts in ((1, 3, "use"), (2, 1, "step"))]
     found += [Case("kfac_at_once", "ddp", 2, 2, 3, "fp16", overflow=True)]
     found += [Case("lora", "ddp", 2, 1, 1, "fp32", etp=2), Case("frozen", "ddp", 2, 2, 1, "fp32")]
+    # a step that is clipped must leave nothing to the next one that is not
+    clipped = (("ddp", 1), ("zero1", 2), ("zero3", 2))
+    found += [Case("clipped", kind, world, 1, 1, "fp32", padded=True) for kind, world in clipped]
     found += [Case("gpt_oss", "ddp", 1, 1, 1, "fp32", tiles=5, head_tiles=3)]  # biases of experts in tiles
     found += [Case("ahead", "ddp", 2, 1, 1, "fp32", head_tiles=3, chunks=7)]  # capped logits, in tiles and chunks
     return [

@@ -144,6 +144,21 @@ def test_forward_and_backward_equal_the_twin(place: str, name: str) -> None:
         assert found[name]["unchanged"]
 
 
+def test_all_gather_sums_16_bit_gradients_in_fp32() -> None:
+    """Of the gradients 1, 1/512, 1/512 and 1/512 of four ranks, the sum in bf16 is 1 + 1/128 if it is rounded once, and 1 if each addition
+    to 1 is rounded. Each rank in turn has the gradient 1, because the order of additions differs between shards."""
+
+    def work(rank: int) -> list[float]:
+        axis = connected("4", rank)
+        x = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
+        slope = torch.where(torch.arange(16) % 4 == rank, 1.0, 2.0**-9)
+        (all_gather(x, axis) * slope).sum().backward()
+        assert x.grad is not None
+        return [float(g) for g in x.grad]
+
+    assert run_on_ranks(work, 4, timeout_s=60) == [[1 + 2.0**-7] * 4] * 4
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("place", PLACES)
 def test_strides_do_not_matter(place: str, name: str) -> None:

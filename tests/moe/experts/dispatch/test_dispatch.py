@@ -184,6 +184,13 @@ def on_ranks(dp: int) -> dict[Layout, list[Any]]:
     return dict(zip(layouts, each_case(on_rank, dp, [(layout,) for layout in layouts]), strict=True))
 
 
+def test_gathering_adds_partial_sums_in_fp32() -> None:
+    """In bf16, a token's sum of two results is rounded once, whether both are sent back or each rank sends its part: the bits are equal."""
+    gathered, sent = (on_ranks(2)[Layout(name, 2, 2, bf16=True)] for name in ("all_gather", "all_to_all"))
+    at = CASES.index(("uneven", 2))
+    assert all(torch.equal(gathered[rank][at][0], sent[rank][at][0]) for rank in range(2))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_every_dispatcher_equals_local(layout: Layout) -> None:
     """Also in bf16; and if experts are placed in another order and have dropout, whose mask depends only on token and hidden unit."""
