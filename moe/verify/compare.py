@@ -15,14 +15,14 @@ def deviation(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     """Return max |a - b| / max(max |b|, floor). It is 0 for equal tensors, and inf if shapes differ or a is not finite."""
     if a.shape != b.shape or not bool(a.isfinite().all()):
         return float("inf")
-    difference = (a.double() - b.double()).abs().max().item()
-    return difference / max(b.abs().max().item(), floor) if difference else 0.0
+    difference, scale = (a.double() - b.double()).abs().max().item(), max(b.abs().max().item(), floor)
+    return 0.0 if not difference else difference / scale if scale else math.inf
 
 
 def _relative(a: float, b: float) -> float:
     if not math.isfinite(a):  # Python's max() would ignore a NaN
         return math.inf
-    return abs(a - b) / abs(b) if a != b else 0.0
+    return 0.0 if a == b else abs(a - b) / abs(b) if b else math.inf
 
 
 def gradient_deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:

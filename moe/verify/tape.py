@@ -125,9 +125,10 @@ def listen(model: nn.Module, tape: Tape) -> None:
             context = _context(args, kwargs)
             if context is not None and pick is not _gates:
                 context = between(context)
-            second_pass = context is None and _seen(tape, name, now.contexts[layer])
+            known = getattr(now, "contexts", {}).get(layer)  # None: `dp` recomputes on another thread than the forward pass
+            second_pass = context is None and (known is None or _seen(tape, name, known))
             if torch.is_grad_enabled() and not second_pass:
-                context = context or now.contexts[layer]
+                context = context or known
                 tape.note(context.step, name, context.position_T, pick(output), first=0 if pick is _gates else first)
 
         return hook
