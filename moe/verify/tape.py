@@ -125,7 +125,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
             context = _context(args, kwargs)
             if context is not None and pick is not _gates:
                 context = between(context)
-            known = getattr(now, "contexts", {}).get(layer)  # None: `dp` recomputes on another thread than the forward pass
+            known: Any = getattr(now, "contexts", {}).get(layer)  # None: `dp` recomputes on another thread than the forward pass
             second_pass = context is None and (known is None or _seen(tape, name, known))
             if torch.is_grad_enabled() and not second_pass:
                 context = context or known
