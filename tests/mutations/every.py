@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from tests.mutations import gradients, optimizer, pipeline, precision, routing, sequence, tensor
+from tests.mutations import gradients, optimizer, options, pipeline, precision, routing, sequence, tensor
 from tests.mutations.mutation import Mutation
 
 SUBJECTS: dict[str, tuple[Mutation, ...]] = {
     "Gradients and their sums": gradients.MUTATIONS,
-    "Routing": routing.MUTATIONS,
+    "Routing": routing.MUTATIONS + options.MUTATIONS,
     "16 bits and the loss scale": precision.MUTATIONS,
     "The update": optimizer.MUTATIONS,
     "Pipelines": pipeline.MUTATIONS,

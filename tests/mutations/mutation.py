@@ -44,7 +44,7 @@ class Edit:
 class Mutation:
     """A fault in the running code. fault: one sentence on what is wrong. source: owner/repo#number of the issue or change, or a paper, or
     the reasoning if no report is known. kind: the kind of `moe verify` to which `case` belongs; or "test", and `case` is the pytest id of
-    a test that must fail, if `moe verify` has no sequences long enough to notice the fault."""
+    a test that must fail, if no layout of `moe verify` notices the fault."""
 
     name: str
     fault: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -171,6 +173,27 @@ def _factors_of_experts_alone(real: Any) -> Any:
     return wrong
 
 
+def _weights_exchanged(real: Any) -> Any:
+    return lambda running_EWW, sums_EWW, *, ema: real(running_EWW, sums_EWW, ema=1 - ema)
+
+
+def _scale_left(real: Any) -> Any:
+    """The scale by which AdamW divides gradients stays set until another step sets it."""
+
+    @contextmanager
+    def wrong(lr: float, factor: float, optimizer: Any, **tensors: Any) -> Iterator[None]:
+        with real(lr, factor, optimizer, **tensors):
+            yield
+            scale = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = scale
+
+    return wrong
+
+
+def _rate_of_adamw(real: Any) -> Any:
+    return lambda momentum, scale, lr_factor, *rest: real(momentum, scale, 1.0, *rest)
+
+
 _DENSE = Case("dense", "ddp", 1, 1, 1, "fp32")
 _SWITCH = Case("switch", "ddp", 1, 1, 1, "fp32")
 _DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")
@@ -295,5 +318,29 @@ MUTATIONS = (
         "data",
         Case("kfac", "ddp", 2, 1, 1, "fp32"),
         (Edit("parallel.kfac.kfac:Kfac._reduce_sums", _factors_of_experts_alone),),
+    ),
+    Mutation(
+        "weights_of_old_and_new_factors_exchanged",
+        "K-FAC gives its running factors the weight 1 - ema and the new ones ema",
+        "no public report known to us; reasoned from Martens and Grosse, arXiv 1503.05671, section 5, whose factors change slowly",
+        "data",
+        Case("kfac_t5", "ddp", 1, 1, 3, "fp32"),
+        (Edit("parallel.kfac.kfac:averaged", _weights_exchanged),),
+    ),
+    Mutation(
+        "clipping_left_to_the_next_step",
+        "The factor of a clipped step stays in the optimizer, and scales the gradients of a next step that is not clipped",
+        "no public report known to us; reasoned from pytorch/pytorch: GradScaler, which deletes the optimizer's scale after a step",
+        "data",
+        Case("clipped", "ddp", 1, 1, 1, "fp32", padded=True),
+        (Edit("parallel.data.stepped:at_rate", _scale_left),),
+    ),
+    Mutation(
+        "muon_at_the_rate_of_adamw",
+        "Muon's own factor on the learning rate is not read",
+        "no public report known to us; reasoned from KellerJordan/Muon: MuonWithAuxAdam, whose two methods have a rate each",
+        "data",
+        Case("muon", "fsdp", 2, 2, 1, "fp32"),
+        (Edit("moe.parallelize.engines:Muon", _rate_of_adamw),),
     ),
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe.verify.cases import Case
+from parallel.mesh.collectives import scattered_sum
 from tests.mutations.mutation import Edit, Mutation
 
 
@@ -179,6 +180,24 @@ def _weights_of_16_bits(real: Any) -> Any:
     return wrong
 
 
+def _weight_gradient_in_16_bits(real: Any) -> Any:
+    """The gradient of a weight is a product of 16-bit rows and of gradients rounded to 16 bits; that of the rows is exact."""
+
+    def wrong(ctx: Any, grad: Tensor) -> Any:
+        of_rows, _, *rest = real(ctx, grad)
+        return of_rows, real(ctx, grad.to(ctx.dtype))[1], *rest
+
+    return wrong
+
+
+def _summed_as_they_are(real: Any) -> Any:
+    return lambda grad, axis, *, dim: scattered_sum(grad, axis, dim=dim)
+
+
+def _rounded_before_the_sum(real: Any) -> Any:
+    return lambda tensor, axis, *, dim=0: real(tensor.bfloat16(), axis, dim=dim).to(tensor.dtype)
+
+
 _FP16 = Case("deepseek", "ddp", 1, 1, 1, "fp16")
 _FP16_DENSE = Case("dense", "ddp", 1, 1, 1, "fp16")
 _IN_16_BITS = "tests/moe/nn/test_16_bits.py::"
@@ -314,5 +333,30 @@ MUTATIONS = (
         "data",
         Case("dense", "ddp", 1, 1, 1, "fp32"),
         (Edit("parallel.data.stepped:Stepped.step", _weights_of_16_bits),),
+    ),
+    Mutation(
+        "router_gradient_in_16_bits",
+        "The gradient of the router's weight is computed in the compute dtype",
+        "no public report known to us; reasoned from Switch, arXiv 2101.03961, section 2.4, whose routers compute in fp32",
+        "test",
+        _IN_16_BITS + "test_a_product_of_16_bit_tokens_in_fp32_has_exact_gradients",
+        (Edit("parallel.numerics.weight_gradient:_Product.backward", _weight_gradient_in_16_bits),),
+    ),
+    Mutation(
+        "gradients_of_gathered_tokens_summed_in_16_bits",
+        "The backward pass of an all-gather sums 16-bit gradients in their dtype",
+        "no public report known to us; reasoned from pytorch/pytorch: MixedPrecision, which has a dtype for sums of gradients",
+        "test",
+        "tests/parallel/mesh/test_collectives.py::test_all_gather_sums_16_bit_gradients_in_fp32",
+        (Edit("parallel.mesh.collectives:_wide_scattered_sum", _summed_as_they_are),),
+    ),
+    Mutation(
+        "partial_results_rounded_before_their_sum",
+        "Each rank rounds its part of a token's sum of experts' results to bf16 before the parts are added",
+        "no public report known to us; reasoned from DeepSeek-V3, arXiv 2412.19437, section 3.3, whose combined results are wider than "
+        "the tokens sent",
+        "test",
+        "tests/moe/experts/dispatch/test_dispatch.py::test_gathering_adds_partial_sums_in_fp32",
+        (Edit("parallel.mesh.collectives:reduce_scatter", _rounded_before_the_sum),),
     ),
 )

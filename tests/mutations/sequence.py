@@ -1,4 +1,5 @@
-"""Faults of sequence parallelism: wrong pairs of keys and queries, gradients on wrong ranks, and decisions from one shard of a sequence."""
+"""Faults of sequence parallelism: wrong pairs of keys and queries, gradients on wrong ranks, and decisions from one shard of a sequence;
+also documents in a sequence that see each other."""
 
 from __future__ import annotations
 
@@ -149,6 +150,24 @@ def _shifted_after_cutting(real: Any) -> Any:
     return wrong
 
 
+def _loss_on_each_rank(real: Any) -> Any:
+    """Each rank that holds a slice counts the loss of the whole sequence."""
+
+    def wrong(self: Any, logp_BL: Tensor, arranged: Any, *, whole: Any, **known: Any) -> Tensor:
+        slices = whole(logp_BL.detach()).shape[1] / logp_BL.shape[1]
+        loss: Tensor = real(self, logp_BL, arranged, whole=whole, **known) * slices
+        return loss
+
+    return wrong
+
+
+def _separators_alone(real: Any) -> Any:
+    def wrong(self: Any, separator: int | None, whole: Any) -> Any:
+        return replace(real(replace(self, begins_T=None), separator, whole), begins_T=self.begins_T)
+
+    return wrong
+
+
 _RING = Case("dense", "ddp", 2, 1, 3, "fp32", sp=2, attention="zigzag", length=SLICED)
 _ULYSSES = replace(_RING, attention="ulysses")
 _GROUPS = Case("glam", "ddp", 2, 1, 1, "fp32", sp=2, attention="zigzag", experts=8, length=SLICED)
@@ -290,5 +309,21 @@ MUTATIONS = (
         "sequence",
         Case("gpt_oss", "ddp", 2, 1, 1, "fp32", sp=2, attention="ulysses", length=SLICED),
         (Edit("parallel.sequence.ulysses:Ulysses.__call__", _first_heads_sinks),),
+    ),
+    Mutation(
+        "own_loss_times_sp",
+        "The loss of a user's function counts on each of the ranks that share a sequence",
+        "no public report known to us; reasoned from deepspeedai/DeepSpeed#5248, there in the usual loss",
+        "test",
+        "tests/moe/nn/test_own_loss.py::test_dpo_begins_at_log_2_on_ranks_and_falls",
+        (Edit("moe.nn.own_loss:OwnLoss.__call__", _loss_on_each_rank),),
+    ),
+    Mutation(
+        "packed_chats_see_each_other",
+        "With a document mask, documents begin at separators alone, and a packed chat sees the chat before it",
+        "no public report known to us; reasoned from huggingface/trl#6843, there with sequence parallelism",
+        "data",
+        Case("packed", "ddp", 1, 1, 1, "fp32", packed=True),
+        (Edit("moe.nn.context:Context.with_documents", _separators_alone),),
     ),
 )
