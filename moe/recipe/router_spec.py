@@ -28,9 +28,11 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     input_norm: Literal["none", "rmsnorm"] = key(
         "none", "norm of the router's input, with a gain; experts get the input without this norm (Gemma 4)", alters="shape"
     )
-    logits: Literal["linear", "affine"] = key("linear", "W x, or W x + b with a learned b", alters="shape")
+    logits: Literal["linear", "affine"] = key("linear", "linear: W x; affine: W x + b, b learned", alters="shape")
     logit_cap: float | None = key(None, "c in c tanh(l / c), applied to each router logit l to bound it; null: no bound", ge=1e-3)
-    score: Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin = key("softmax", "function from a logit to a score")
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin = key(
+        "softmax", "function from logits l to scores; sqrt_softplus: sqrt(log(1 + exp(l)))"
+    )
     softmax_over: Literal["all", "chosen"] = key("all", "softmax over all experts, or, after selection, over the chosen ones (Mixtral)")
     jitter: float = key(
         0.0, "in training, the router's input is multiplied by uniform(1 - jitter, 1 + jitter)", ge=0, lt=1, alters="training"
@@ -42,13 +44,14 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     )
     select: Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin = key(
         "top_k",
-        "method that selects a token's experts; group_limited: top k of the best groups of experts; expert_choice: experts choose tokens; "
-        "hash: by token id; sinkhorn: top k of balanced scores in training; sparsemixer: sampled in turn in training (Phi-3.5-MoE)",
+        "method that selects a token's experts; group_limited: top k of the best groups of experts; expert_choice: experts choose "
+        "tokens; hash: by token id; sinkhorn: top k of balanced scores in training; sparsemixer: drawn one by one in training "
+        "(Phi-3.5-MoE)",
     )
     hash_table: str | None = key(
         None, "for select hash: JSON file with each token id's experts (moe hash-table writes it); null: a hash of id and layer"
     )
-    mixer_margin: float = key(0.01, "for sparsemixer, m: experts are masked if their logit l < best - 2 m max(|l|, best)", gt=0)
+    mixer_margin: float = key(0.01, "for sparsemixer, m: experts with logit l < b - 2 m max(|l|, b) are masked; b: the highest", gt=0)
     expert_groups: int = key(1, "for group_limited: number of equal groups of consecutive experts", gt=0)
     top_groups: int = key(1, "for group_limited: number of groups that a token may choose from", gt=0)
     group_score: Literal["two_best", "best"] = key(
@@ -56,14 +59,18 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     )
     second: Literal["always", "random"] = key(
         "always",
-        "random: in training, a token's second expert is used with probability 2 g_2 / (g_1 + g_2); g: its gates (GShard)",
+        "random: in training, a token's second expert is used with probability 2 s_2 / (s_1 + s_2); s: scores (GShard)",
         alters="training",
     )
     bias_rate: float | None = key(
-        None, "step size of the selection bias, which balances loads without a loss (DeepSeek-V3); null: no bias; 0: fixed", ge=0, le=10
+        None,
+        "step size of experts' biases in selection, which balance loads without a loss (DeepSeek-V3); null: none; 0: fixed",
+        ge=0,
+        le=10,
     )
     gates: Literal["as_is", "before_drop", "after_drop"] = key(
-        "as_is", "whether a token's gates are normalized to sum 1, before or after choices are dropped; as_is: not normalized"
+        "as_is",
+        "whether a token's gates are divided by their sum; before_drop: over all choices; after_drop: over those with a slot; as_is: no",
     )
     gate_scale: float = key(1.0, "factor on all gates", ge=1e-6, le=1e6)
     expert_scale: Literal["none", "learned"] = key(
@@ -71,11 +78,11 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     )
     gate_on: Literal["output", "input"] = key("output", "tensor that a gate multiplies: its expert's output or input")
     group: Literal["sequence", "rank"] | Annotated[int, Field(gt=0)] = key(
-        "sequence", "tokens that share a capacity: one sequence, n sequences, or all of a rank (depends on the layout)"
+        "sequence", "tokens that share experts' slots: of one sequence, n sequences, or all on a rank (depends on the layout)"
     )
-    capacity_factor: float | None = key(None, "in training: an expert's slots / its mean load; null: dropless", gt=0, alters="training")
-    eval_capacity_factor: float | None = key(None, "in evaluation: an expert's slots / its mean load; null: dropless", gt=0)
-    min_capacity: int = key(0, "smallest number of slots of an expert in a group", ge=0)
+    capacity_factor: float | None = key(None, "in training: an expert's slots / its mean load; null: no limit", gt=0, alters="training")
+    eval_capacity_factor: float | None = key(None, "in evaluation: an expert's slots / its mean load; null: no limit", gt=0)
+    min_capacity: int = key(0, "smallest number of an expert's slots for a router.group", ge=0)
     capacity_counts: Literal["choices", "tokens"] = key("choices", "an expert's mean load counts choices (tokens * k), or tokens")
     capacity_rounding: Literal["ceil", "floor", "round"] = key("ceil", "how an expert's number of slots is rounded")
     capacity_multiple: int = key(1, "an expert's slots are rounded up to a multiple of this number", gt=0)
@@ -89,15 +96,21 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
         0.0, "weight of the load-balancing loss (Switch Transformer, eq. 4), summed over layers", ge=0, le=1e9, alters="training"
     )
     balance_counts: Literal["all", "first", "unbiased"] = key(
-        "all", "choices that count as load: all, the first (GShard), or the top k without bias or groups (DeepSeek-V3)", alters="training"
+        "all",
+        "choices that count as load: all k, each token's first (GShard), or top k without bias or groups (DeepSeek-V3)",
+        alters="training",
     )
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = key(
         "sequence",
-        "tokens over which experts should have equal loads: a capacity `group`, a rank's micro-batch (depends on the layout), or a step",
+        "tokens over which experts should have equal loads: a router.group, a rank's micro-batch (depends on the layout), or a step",
         alters="training",
     )
-    importance_weight: float = key(0.0, "weight of the loss CV^2(sums of gates), Shazeer et al. 2017", ge=0, le=1e9, alters="training")
-    load_weight: float = key(0.0, "for noisy_top_k: weight of the loss CV^2(expected loads)", ge=0, le=1e9, alters="training")
+    importance_weight: float = key(
+        0.0, "weight of a loss: variance / mean^2 of experts' summed gates (Shazeer et al. 2017)", ge=0, le=1e9, alters="training"
+    )
+    load_weight: float = key(
+        0.0, "for noisy_top_k: weight of a loss: variance / mean^2 of experts' expected loads", ge=0, le=1e9, alters="training"
+    )
     z_weight: float = key(0.0, "weight of the z loss, the mean of logsumexp(logits)^2; ST-MoE: 0.001", ge=0, le=1e9, alters="training")
 
     @property

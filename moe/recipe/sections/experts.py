@@ -29,12 +29,15 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     biases: bool = key(False, "a bias after each matrix product of an expert (GPT-OSS)")
     shared: int = key(0, "number of shared experts, which process every token; stored as one wider network", ge=0)
     shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: as experts.d_ff", gt=0, of="experts.shared")
-    shared_gate: bool = key(False, "the shared experts' output is multiplied by sigmoid(w x) (Qwen2-MoE)", of="experts.shared")
+    shared_gate: bool = key(False, "shared experts' output is multiplied by sigmoid(w x), w learned (Qwen2-MoE)", of="experts.shared")
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
     dropout: float = key(0.0, "dropout rate of the experts' hidden units; Switch: 0.4 in fine-tuning", ge=0, lt=1, alters="training")
-    rebalance_every: int = key(0, "steps between rebalancings, which move experts to even out ranks' loads; 0: never", ge=0, alters="cost")
+    rebalance_every: int = key(0, "steps after which experts may change ranks, to even out ranks' loads; 0: never", ge=0, alters="cost")
     kernels: Literal["auto", "reference", "cpu", "triton", "triton_persistent", "grouped_mm"] = key(
-        "auto", "implementation of routing and experts; auto: triton on a GPU, else cpu", alters="cost"
+        "auto",
+        "implementation of routing and experts; auto: triton on a GPU, else cpu (torch operations); reference: slow loops; "
+        "triton_persistent: triton with TMA; grouped_mm: torch's grouped product",
+        alters="cost",
     )
     products: ClassVar[str] = "plain"  # kind of matrix products (moe/kernels/products.py); no key, because only one kind exists
 
@@ -102,12 +105,14 @@ class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe
     gradients."""
 
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = key(
-        "auto", "auto: all_to_all. No kind sends anything if each rank holds all experts (degrees.ep 1)"
+        "auto",
+        "auto: all_to_all; padded: blocks of equal size; all_gather: all tokens to all ranks; hierarchical: once to a node, then to "
+        "its ranks. No kind sends anything with degrees.ep 1",
     )
     overlap_chunks: int = key(1, "for all_to_all: chunks of a rank's experts; one computes while the next one's tokens are exchanged", gt=0)
-    node_size: int | None = key(None, "for hierarchical: number of ep ranks on a node", gt=0)
+    node_size: int | None = key(None, "hierarchical needs it: number of ep ranks on a node", gt=0)
     busiest: float | None = key(
         None,
-        "for predicted memory and time: (token, expert) pairs on the busiest ep rank / mean; null: estimated from router and degrees.ep",
+        "for predicted memory and time: load of the busiest ep rank / mean, before drops; null: estimated from router and degrees.ep",
         ge=1,
     )

@@ -30,19 +30,25 @@ class Offload(Section, alters="cost"):
     """Storage of optimizer states and weights under ZeRO, if not on the device."""
 
     optimizer: Literal["none", "cpu", "nvme"] = key(
-        "none", "where optimizer states (master weights, Adam's moments) are stored; nvme: only with ZeRO stage 3"
+        "none", "where optimizer states are stored; none: device; cpu: host memory (zero, fsdp); nvme: disk (ZeRO stage 3)"
     )
-    parameters: Literal["none", "cpu", "nvme"] = key("none", "for ZeRO stage 3: where a rank's shard of the model's weights is stored")
-    path: str | None = key(None, "a folder on the NVMe disk", of="sharding.offload.optimizer=nvme or sharding.offload.parameters=nvme")
+    parameters: Literal["none", "cpu", "nvme"] = key(
+        "none", "ZeRO stage 3: where a rank's weights are stored; none: device; cpu: host; nvme: disk"
+    )
+    path: str | None = key(None, "folder on the NVMe disk", of="sharding.offload.optimizer=nvme or sharding.offload.parameters=nvme")
 
 
 class Sharding(Section, alters="cost"):
-    kind: Named = key("ddp", "data-parallel engine: threads of one process, torch's DDP, torch's FSDP, or ZeRO (sharding.stage)")
+    kind: Named = key("ddp", "data-parallel engine; dp: threads of one process; ddp, fsdp: torch's; zero: ZeRO (sharding.stage)")
     replicas: int = key(2, "copies of the model in the process, each on a GPU of its own if there are enough", gt=1, of="sharding.kind=dp")
     stage: Literal[0, 1, 2, 3] = key(
         1, "ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too", of="sharding.kind=zero"
     )
-    engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "library that runs the ZeRO stage", of="sharding.kind=zero")
+    engine: Literal["auto", "deepspeed", "fsdp"] = key(
+        "auto",
+        "library for ZeRO; auto: DeepSpeed (stage 0: DDP), or FSDP where DeepSpeed cannot run; fsdp: stage 3 alone",
+        of="sharding.kind=zero",
+    )
     offload: Offload = Offload()
     reshard: bool = key(
         True,
@@ -78,7 +84,7 @@ class Tensor(Section, alters="cost"):
         "each rank has a submatrix of weights and activations; dtensor: 1d by torch's DTensor; copied: every rank of tp has all weights "
         "and reads the same tokens, to test engines",
     )
-    depth: int | None = key(None, "number of grids of q x q ranks; null: the smallest above 1", gt=0, of="tensor.kind=2.5d")
+    depth: int | None = key(None, "number of q x q grids, tp / q^2; null: the smallest above 1", gt=0, of="tensor.kind=2.5d")
     sequence_parallel: bool = key(
         False, "for 1d and dtensor: each tp rank has a shard of every sequence in norms, in dropout and between layers"
     )
@@ -89,7 +95,11 @@ class Sequence(Section, alters="cost"):
     """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and how attention is computed."""
 
     kind: sequences.Named = key("ring", sequences.described())
-    order: Places | None = key(None, "positions that each rank gets; null: zigzag for ring, which gives ranks equal work, else contiguous")
+    order: Places | None = key(
+        None,
+        "positions of each rank; contiguous: one chunk; striped: every sp-th; zigzag: two chunks, for equal work; null: zigzag for "
+        "ring, else contiguous",
+    )
     heads: int = key(1, "number of ranks in each Ulysses group (tokens exchanged for heads) inside the ring; ulysses: all of sp", gt=0)
     keep_attention: bool = key(
         False, "with recompute.kind full: store attention's output, so that keys and values are not sent a second time"
@@ -135,7 +145,7 @@ class Tiling(Section, alters="cost"):
 class Recompute(Section, alters="cost"):
     """Activations that are recomputed in the backward pass instead of stored."""
 
-    kind: Literal["none", "full", "selective"] = key("none", "full: entire Transformer blocks; selective: their feed-forward or MoE part")
+    kind: Literal["none", "full", "selective"] = key("none", "full: Transformer blocks; selective: their feed-forward or MoE layers")
     every: int = key(1, "recompute every n-th Transformer block only (2: blocks 0, 2, ...)", gt=0, off_without="recompute.kind")
     loss_chunks: int = key(1, "number of chunks of tokens for logits and cross-entropy, which are recomputed in the backward pass", gt=0)
 
@@ -149,10 +159,10 @@ class Precision(Section, alters="training"):
     compute: Literal["auto", "fp32", "bf16", "fp16"] = key(
         "fp32", "dtype of matrix products; auto: bf16 if every device supports it, else fp32"
     )
-    master: Literal["fp32", "bf16"] = key("fp32", "dtype in which parameters are stored and updated")
-    loss_scale: Literal["none", "dynamic"] | float = key("none", "for fp16: a fixed factor on the loss, or dynamic")
+    master: Literal["fp32", "bf16"] = key("fp32", "dtype of parameters, gradients and optimizer states")
+    loss_scale: Literal["none", "dynamic"] | float = key("none", "for fp16: factor on the loss, or dynamic (halved at overflows)")
     casts: Literal["use", "step"] = key(
         "use",
-        "when weights are cast to the compute dtype: at each use, or once a step, which takes 2 more bytes a parameter",
+        "when weights are cast to precision.compute; use: at each use; step: once a step (DDP), 2 more bytes a parameter",
         alters="cost",
     )

@@ -22,16 +22,16 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
         "sequences longer than trained_length; llama3, yarn: only frequencies with few rotations in trained_length are divided",
     )
     factor: float = key(1.0, "factor by which sequences are longer than in training", ge=1, of="model.rope.scaling")
-    trained_length: int | None = key(None, "sequence length before the scaling", gt=0, of="model.rope.scaling=dynamic|llama3|yarn")
-    low: float = key(1.0, "frequencies with fewer rotations in trained_length are divided by factor", gt=0, of=_BY_ROTATIONS)
-    high: float | None = key(None, "frequencies with more rotations stay unchanged; null: 4 (llama3), 32 (yarn)", gt=0, of=_BY_ROTATIONS)
-    whole_pairs: bool = key(True, "the range of pairs between low and high is rounded outwards to whole indices; GPT-OSS: false", of=_YARN)
+    trained_length: int | None = key(None, "model.max_length before the scaling", gt=0, of="model.rope.scaling=dynamic|llama3|yarn")
+    low: float = key(1.0, "frequencies with < low rotations in trained_length are divided by factor", gt=0, of=_BY_ROTATIONS)
+    high: float | None = key(
+        None, "frequencies with > high rotations in trained_length stay; null: 4 (llama3), 32 (yarn)", gt=0, of=_BY_ROTATIONS
+    )
+    whole_pairs: bool = key(True, "the range of pair indices from low to high is rounded outward to integers; GPT-OSS: false", of=_YARN)
     mscale: float = key(1.0, "factor (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1) on cos and sin", ge=0, of=_YARN)
     mscale_all: float = key(0.0, "latent attention multiplies its logits by (0.1 mscale_all ln(factor) + 1)^2 (DeepSeek)", ge=0, of=_YARN)
-    pairs: Literal["halves", "neighbours"] = key("halves", "channels of a pair: i and i + C / 2, or 2 i and 2 i + 1")
-    fraction: float = key(
-        1.0, "fraction of a head's channels that is rotated, from the first; base's C counts only these (GLM-4.5: 0.5)", gt=0, le=1
-    )
+    pairs: Literal["halves", "neighbours"] = key("halves", "pairs of C rotated channels; halves: i, i + C / 2; neighbours: 2 i, 2 i + 1")
+    fraction: float = key(1.0, "C / a head's channels: only its first C channels are rotated (GLM-4.5: 0.5)", gt=0, le=1)
 
     def turning(self, channels: int) -> int:
         """Return how many of a head's `channels` are rotated: `fraction` of them, rounded down as in transformers."""
@@ -63,9 +63,9 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
 class Swiglu(Section, alters="function", of="model.ffn=swiglu or experts.ffn=swiglu"):
     """Gating of swiglu networks: (h sigmoid(alpha h)) (g + offset), where h = min(x w1, limit) and g = clamp(x w3, -limit, limit)."""
 
-    alpha: float = key(1.0, "alpha in h sigmoid(alpha h); GPT-OSS: 1.702", gt=0, le=1e3)
-    limit: float | None = key(None, "upper bound of h, and bound of |g|; null: none; GPT-OSS: 7", ge=1e-3)
-    offset: float = key(0.0, "added to g before it is multiplied by h sigmoid(alpha h); GPT-OSS: 1", ge=-1e3, le=1e3)
+    alpha: float = key(1.0, "alpha in h sigmoid(alpha h), h = x w1; GPT-OSS: 1.702", gt=0, le=1e3)
+    limit: float | None = key(None, "upper bound of h = x w1, and of |x w3|; null: none; GPT-OSS: 7", ge=1e-3)
+    offset: float = key(0.0, "added to x w3, the factor of h sigmoid(alpha h); GPT-OSS: 1", ge=-1e3, le=1e3)
 
     @property
     def bound(self) -> float:
@@ -79,17 +79,19 @@ class Scales(Section, alters="function"):
     residual: float = key(
         1.0, "factor on the output of each attention, dense feed-forward and MoE layer before it is added to the residual", ge=1e-6, le=1e6
     )
-    attention: float | None = key(None, "factor on attention's logits; null: 1 / sqrt(channels of a head)", ge=1e-6, le=1e6)
+    attention: float | None = key(
+        None, "factor on attention's logits; null: 1 / sqrt(channels of a head), encoder_decoder: 1", ge=1e-6, le=1e6
+    )
     head: float = key(1.0, "divisor of the vocabulary's logits", ge=1e-6, le=1e6)
 
 
 class Latent(Section, alters="shape"):
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector for each token."""
 
-    key_rank: int | None = key(None, "channels of the latent vector; null: attention without latents", gt=0)
+    key_rank: int | None = key(None, "channels of the latent that gives keys and values; null: no latents", gt=0)
     query_rank: int | None = key(None, "channels of a latent vector for queries; null: queries are computed without one", gt=0, of=_LATENT)
     rotary_size: int | None = key(
-        None, "extra channels of a head, which alone get rotary positions; null: half of head_size", gt=0, of=_LATENT
+        None, "rotary channels of a head, in addition to head_size others; null: half of head_size", gt=0, of=_LATENT
     )
     value_size: int | None = key(None, "channels of a head's values; null: head_size", gt=0, of=_LATENT)
 
@@ -112,19 +114,25 @@ class LatentSizes:
 class Model(Section, alters="shape"):
     """The Transformer, except its experts."""
 
-    kind: Literal["decoder", "encoder_decoder"] = key("decoder", "encoder_decoder: as T5 and Switch; needs data.objective span_corruption")
-    vocab_size: int | None = key(None, "null: the tokenizer's number of ids, plus the sentinels of data.objective", gt=0)
+    kind: Literal["decoder", "encoder_decoder"] = key(
+        "decoder", "encoder_decoder: T5 and Switch; needs positions t5, data.objective span_corruption"
+    )
+    vocab_size: int | None = key(None, "number of ids; null: the tokenizer's, plus sentinels for span_corruption", gt=0)
     num_layers: int = key(4, "number of Transformer blocks; encoder_decoder: of encoder and decoder together", gt=0, le=10_000)
-    encoder_layers: int | None = key(None, "blocks of the encoder; null: half of all", gt=0, le=10_000, of="model.kind=encoder_decoder")
+    encoder_layers: int | None = key(None, "blocks of the encoder; null: num_layers / 2", gt=0, le=10_000, of="model.kind=encoder_decoder")
     d_model: int = key(256, "width: channels of a token between blocks", gt=0)
     num_heads: int = key(4, "attention heads", gt=0, alters="function")
     num_kv_heads: int | None = key(None, "number of key-value heads (grouped-query attention); null: num_heads", gt=0)
     head_size: int | None = key(None, "channels of an attention head; null: d_model / num_heads", gt=0)
     d_ff: int = key(1024, "hidden width of the feed-forward networks", gt=0)
-    ffn: Literal["relu", "gelu", "geglu", "swiglu"] = key("gelu", alters="function")
+    ffn: Literal["relu", "gelu", "geglu", "swiglu"] = key(
+        "gelu", "activation; geglu, swiglu: gated, with a third matrix", alters="function"
+    )
     swiglu: Swiglu = Swiglu()
-    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", alters="function")
-    norm_eps: float | None = key(None, "epsilon of norms; null: 1e-6 (rmsnorm), 1e-5 (layernorm)", gt=0, le=1, alters="function")
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "norms of the model; both kinds have a gain, no bias", alters="function")
+    norm_eps: float | None = key(
+        None, "epsilon of norms, except latents'; null: 1e-6 (rmsnorm), 1e-5 (layernorm)", gt=0, le=1, alters="function"
+    )
     qk_norm: Literal["none", "heads", "whole"] = key(
         "none", "RMSNorm of queries and keys. heads: over each head's channels (Qwen3); whole: over all heads' channels (OLMoE)"
     )
@@ -137,11 +145,11 @@ class Model(Section, alters="shape"):
     sliding_window: int | None = key(None, "tokens that a token attends to, itself included (Mistral); null: all", gt=0, alters="function")
     sliding_layers: tuple[int, ...] | None = key(
         None,
-        "indices of layers with the window; blocks for multi-token prediction (ahead) have indices from num_layers on; null: all",
+        "indices of layers with sliding_window; blocks of model.ahead have indices from num_layers on; null: all layers",
         alters="function",
         of="model.sliding_window",
     )
-    positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias with 32 buckets", alters="function")
+    positions: Literal["rotary", "t5"] = key("rotary", "t5: learned bias for each head and 32 buckets of distance", alters="function")
     rope: Rope = Rope()
     latent: Latent = Latent()
     scales: Scales = Scales()
@@ -158,10 +166,22 @@ class Model(Section, alters="shape"):
     tied_embeddings: bool = key(True, "the vocabulary projection uses the embedding's weights")
     ahead: int = key(0, "multi-token prediction in training: tokens predicted after the next one (DeepSeek-V3: 1)", ge=0, le=16)
     ahead_weight: float = key(
-        0.3, "weight of the loss of multi-token prediction (DeepSeek-V3: 0.3, later 0.1)", ge=0, le=1e6, alters="training", of="model.ahead"
+        0.3, "weight of multi-token prediction's mean loss (DeepSeek-V3: 0.3, later 0.1)", ge=0, le=1e6, alters="training", of="model.ahead"
     )
-    dropout: float = key(0.0, "dropout rate of the outputs of attention and feed-forward networks", ge=0, lt=1, alters="training")
-    init_scale: float = key(1.0, "initial weights have variance init_scale / fan_in; Switch: 0.1", ge=1e-12, le=1e6, alters="training")
+    dropout: float = key(
+        0.0,
+        "dropout rate of outputs of attention, feed-forward and MoE layers; encoder_decoder: also of embedding, last norms",
+        ge=0,
+        lt=1,
+        alters="training",
+    )
+    init_scale: float = key(
+        1.0,
+        "initial matrices except embeddings: truncated normal, sigma sqrt(init_scale / fan_in); Switch: 0.1",
+        ge=1e-12,
+        le=1e6,
+        alters="training",
+    )
 
     def layers_with_experts(self) -> tuple[int, ...]:
         if self.moe_layers is not None:

@@ -22,7 +22,8 @@ class Source(Section):
 class Data(Section, alters="training"):
     source: Literal["python_stdlib", "text", "jsonl", "chat", "given"] | Plugin = key(
         "python_stdlib",
-        "text, jsonl, chat: files of data.path; chat predicts only assistant messages or ids with labels; given: from train(run, data=...)",
+        "python_stdlib: Python's source code, or data.path read by its content; text, jsonl, chat: files of data.path; chat predicts "
+        "only assistant messages or ids with labels; given: from train(run, data=...)",
     )
     path: str | None = key(None, "a file or folder of text, JSONL, CSV, Parquet or Arrow, also as .gz or .zst; with tokenizer ids: *.bin")
     sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight}, optionally with text_key and encoding")
@@ -31,11 +32,11 @@ class Data(Section, alters="training"):
     chat_template: str | None = key(None, "a Jinja file; null: the model's own chat template", of="data.source=chat")
     packing: bool = key(False, "several chats share a sequence; a token attends only to tokens of its chat", of="data.source=chat")
     tokenizer: Literal["bytes", "bpe", "ids"] | TokenizerFile = key(
-        "bytes", "ids: the data are token ids, not text; FILE.json: a tokenizer.json, with vocab_size ids", alters="function"
+        "bytes",
+        "bytes: 256 ids; bpe: trained on the data; ids: the data are token ids; FILE.json: a tokenizer.json, with vocab_size ids",
+        alters="function",
     )
-    vocab_size: int = key(
-        4096, "number of token ids; with bpe above 256", gt=0, alters="function", off_without="data.tokenizer=bpe|ids|*.json"
-    )
+    vocab_size: int = key(4096, "number of token ids; bpe: above 256", gt=0, alters="function", off_without="data.tokenizer=bpe|ids|*.json")
     validation_share: float = key(0.05, "share of the data that is held out for validation", gt=0, lt=1)
     objective: Literal["next_token", "span_corruption"] = key(
         "next_token", "span_corruption: an encoder reads a text with hidden spans, a decoder writes the hidden tokens (T5)"
@@ -70,9 +71,9 @@ class Data(Section, alters="training"):
 class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
     """Settings of K-FAC: how its factors (covariances of inputs and of gradients) are estimated and damped."""
 
-    damping: float = key(0.3, "each factor's eigenvalues are scaled to mean 1; then sqrt(damping) is added to them", gt=0, le=1e6)
-    ema: float = key(0.5, "weight of the old factors in the moving average at a refresh", ge=0, lt=1)
-    refresh_every: int = key(5, "steps between two updates of the factors and their inverses", gt=0)
+    damping: float = key(0.3, "eigenvalues of each covariance are scaled to mean 1; then sqrt(damping) is added", gt=0, le=1e6)
+    ema: float = key(0.5, "weight of old covariances in the moving average at a refresh", ge=0, lt=1)
+    refresh_every: int = key(5, "steps between refreshes of covariances and their inverses", gt=0)
     delay: int = key(0, "steps between a refresh and the use of its inverses, which can be computed in pipeline bubbles meanwhile", ge=0)
     experts: bool = key(True, "false: AdamW updates the experts' matrices")
 
@@ -80,7 +81,7 @@ class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
 class Muon(Section, alters="training", of="optimizer.kind=muon", gone={"nesterov": True, "iterations": 5}):
     """Settings of Muon, which updates matrices. AdamW updates the embedding, head, router, gates and norms."""
 
-    momentum: float = key(0.95, ge=0, lt=1)
+    momentum: float = key(0.95, "decay rate of the momentum", ge=0, lt=1)
     scale: Literal["rms", "spectral"] = key("rms", "factor on updates; rms: updates as large as AdamW's; spectral: sqrt(max(1, out / in))")
     lr_factor: float = key(1.0, "factor on optimizer.lr for matrices", gt=0, le=1e6)
 
@@ -97,7 +98,7 @@ class Adafactor(Section, alters="training", of="optimizer.kind=adafactor", gone=
 class Sgd(Section, alters="training", of="optimizer.kind=sgd", gone={"nesterov": False}):
     """Settings of SGD with momentum."""
 
-    momentum: float = key(0.9, ge=0, lt=1)
+    momentum: float = key(0.9, "decay rate of the momentum", ge=0, lt=1)
 
 
 class Optimizer(Section, alters="training"):
@@ -107,16 +108,18 @@ class Optimizer(Section, alters="training"):
         "adamw", "kfac: K-FAC's direction, AdamW's length; muon: orthogonalized updates of matrices; given: from train(run, optimizer=...)"
     )
     lr: float = key(1e-3, "highest learning rate, after the warm-up", gt=0, le=1e3)
-    beta1: float = key(0.9, "decay rate of the first moment", ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
-    beta2: float = key(0.95, "decay rate of the second moment", ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
-    eps: float = key(1e-8, gt=0, le=1, off_without="optimizer.kind=adamw|kfac|muon")
-    weight_decay: float = key(0.1, ge=0, le=1e3)
+    beta1: float = key(0.9, "decay rate of AdamW's first moment", ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
+    beta2: float = key(0.95, "decay rate of AdamW's second moment", ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
+    eps: float = key(1e-8, "added to AdamW's denominator", gt=0, le=1, off_without="optimizer.kind=adamw|kfac|muon")
+    weight_decay: float = key(0.1, "decoupled weight decay; none on norms, biases and router", ge=0, le=1e3)
     warmup_steps: int = key(50, "first steps, in which the learning rate rises linearly", ge=0)
-    schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] | Plugin = "cosine"
+    schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] | Plugin = key(
+        "cosine", "learning rate after the warm-up; wsd: constant, then a linear fall; inverse_sqrt: lr sqrt(warmup_steps / step)"
+    )
     decay_share: float = key(
         0.2, "share of the steps, at the end, in which the learning rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd"
     )
-    min_lr_share: float = key(0.1, "last learning rate / lr", ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
+    min_lr_share: float = key(0.1, "final learning rate / lr", ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
     clip_norm: float | None = key(1.0, "gradients are scaled down to this norm if it is larger; null: no clipping", ge=1e-8)
     kfac: Kfac = Kfac()
     muon: Muon = Muon()
@@ -168,7 +171,7 @@ class Lora(Section, alters="shape"):
 
 
 class Train(Section, alters="cost"):
-    steps: int = key(300, "training steps of the run", gt=0, alters="training", off_without="train.epochs=null")
+    steps: int = key(300, "training steps, skipped ones included", gt=0, alters="training", off_without="train.epochs=null")
     epochs: float | None = key(None, "passes over the training data instead of train.steps", gt=0, le=1e6, alters="training")
     global_batch: int = key(32, "sequences in one step, over all ranks and micro-batches", gt=0, alters="training")
     loss: Literal["cross_entropy"] | Plugin = key(
@@ -180,25 +183,23 @@ class Train(Section, alters="cost"):
     eval_every: int = key(100, "steps between evaluations; 0: only after the last step", ge=0)
     eval_sequences: int = key(64, "held-out sequences in each evaluation", gt=0)
     save_every: int = key(100, "steps between checkpoints; 0: only after the last step", ge=0)
-    keep: int = key(2, "number of newest checkpoints that are kept", gt=0)
+    keep: int = key(2, "newest checkpoints that are not deleted", gt=0)
     save_mode: Literal["sync", "async"] = key("sync", "async: training continues while a checkpoint is written from a copy in host memory")
     grace_s: float = key(600.0, "seconds that ranks have after a signal to end their step and save", ge=1, le=86_400)
     timeout_s: float | None = key(
-        None, "seconds to wait for other ranks before the run is ended; null: gloo 120, NCCL 600", ge=1, le=86_400
+        None, "seconds that a rank waits for others before the run ends; null: gloo 120, NCCL 600", ge=1, le=86_400
     )
-    seed: int = key(0, ge=0, alters="training")
+    seed: int = key(0, "seed of initial weights, order of data, dropout and noise", ge=0, alters="training")
     audit_every: int = key(
         0, "steps between audits for silent corruption: a step is computed twice, ranks' copies are compared; 0: never", ge=0
     )
     compile: bool = key(False, "torch's compiler makes kernels for norms, activations and the loss in the first step")
     deterministic: bool = key(False, "two runs give the same bits; an operation that cannot do this raises an error")
-    on_nan: Literal["skip", "stop"] = key(
-        "skip", "after a step with gradients that are not finite: skip it, or stop the run", alters="training"
-    )
+    on_nan: Literal["skip", "stop"] = key("skip", "at gradients that are not finite; skip: no update; stop: end the run", alters="training")
     max_skips: int = key(
         20, "skipped steps in a row after which the run stops; not read with a dynamic loss scale", gt=0, alters="training"
     )
-    sample_tokens: int = key(160, "number of tokens that the model generates as a sample after the last step; 0: none", ge=0, le=10_000)
+    sample_tokens: int = key(160, "tokens that a decoder generates as a sample after the last step; 0: none", ge=0, le=10_000)
     measure_speed: bool = key(True, "after the last step, time matrix products alone, to report the run's FLOP/s as a share of theirs")
     report: bool = key(True, "draw pictures and the HTML page after the last step; moe report can draw them later")
     trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = key(
