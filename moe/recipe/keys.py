@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import cache, reduce
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
@@ -162,8 +162,8 @@ def keys_of_section(section: str, run: Run | None) -> list[str]:
 def _lines(key: str, value: Any) -> list[str]:
     field, names = field_of(key), choices(key)
     kinds = [*names, "a number"] if names and takes_number(field.annotation) else names
-    kinds = [*kinds, *further_values(field)]
-    notes = [f"one of {', '.join(kinds)}"] if kinds else []
+    kinds = [*kinds, *further_values(field), *(["text"] if names and str in get_args(field.annotation) else [])]
+    notes = [f"{'any' if get_origin(field.annotation) in (list, tuple) else 'one'} of {', '.join(kinds)}"] if kinds else []
     notes += [field.description] if field.description else []
     own = facts_of(field)
     notes += [f"read only with {in_words(condition)}" for condition in (*own.of, *own.off_without)]
