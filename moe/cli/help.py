@@ -11,6 +11,7 @@ import ast
 import contextlib
 import dataclasses
 import io
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -23,10 +24,12 @@ SHELLS = ("bash", "zsh", "fish")
 _TABLE = "COMPLETION_SPEC = "
 _FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # (character, its escape) in fish's script, which has the table in double quotes
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
-_OVERRIDES = (
-    "Any value of the recipe can be set by --section.key VALUE, anywhere after the recipe's name: --degrees.ep 2 --model.d_ff=512 "
-    "(moe show RECIPE lists them)."
-)
+_OVERRIDES = "{} can be set by --section.key VALUE, anywhere after the verb: {}."
+_SETS = ("Any value of the recipe", "--degrees.ep 2 --model.d_ff=512 (moe show RECIPE lists the keys)")  # words of _OVERRIDES
+_SETS_OF = {  # the same for verbs that differ
+    "eval": ("Most keys of section data", "--data.path texts/ (moe show --keys data lists the keys)"),
+    "convert": (_SETS[0].replace("the recipe", "the --to recipe"), _SETS[1]),
+} | dict.fromkeys(("simulate", "energy"), ("With --recipe, any value of the recipe", _SETS[1]))
 
 
 def print_verbs(*, benches: list[str]) -> None:
@@ -43,9 +46,24 @@ def print_help(verb: str, *, benches: list[str]) -> None:
 
 def print_bench(name: str, about: str, takes: dict[str, str]) -> None:
     """Print the help of `moe bench NAME`. about: the measurement's docstring. takes: name of each flag -> its default as text."""
-    print(f"usage: moe bench {name}{''.join(f' [--{flag}]' for flag in takes)}\n\n{about}\n")
+    print(f"usage: moe bench {name}{''.join(f' [--{flag}]' for flag in takes)}\n\n{filled(about)}\n")
     helps = {field.name: field.metadata["help"] for field in dataclasses.fields(Bench)}
     print_list({f"--{flag}": helps[flag] + (f" (default: {default})" if default else "") for flag, default in takes.items()})
+
+
+def filled(text: str) -> str:
+    """Return a docstring with its paragraphs filled to the terminal's width. An entry of a table is filled within its last column."""
+    width, blocks = min(100, shutil.get_terminal_size().columns), []
+    for block in text.split("\n\n"):
+        entries: list[tuple[str, int]] = []  # (text, indentation of its further lines)
+        for line in block.splitlines():
+            start, gaps = len(line) - len(line.lstrip()), list(re.finditer(r"(?<=\S) {2,}(?=\S)", line))
+            if entries and not gaps and start == entries[-1][1]:
+                entries[-1] = (f"{entries[-1][0]} {line.strip()}", start)
+            else:
+                entries.append((line, gaps[-1].end() if gaps else start))
+        blocks.append("\n".join(textwrap.fill(entry, width, subsequent_indent=" " * indent) for entry, indent in entries))
+    return "\n\n".join(blocks)
 
 
 def print_list(entries: dict[str, str]) -> None:
@@ -133,7 +151,7 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
     arms = []
     for verb, kind in VERBS.items():
-        text = about(kind, benches) + (f"\n\n{_OVERRIDES}" if verb in RECIPE_VERBS else "")
+        text = about(kind, benches) + (f"\n\n{_OVERRIDES.format(*_SETS_OF.get(verb, _SETS))}" if verb in RECIPE_VERBS else "")
         arms.append(Annotated[_for_tyro(verb, kind, complete), tyro.conf.subcommand(verb, description=text)])
     union: Any = Union[tuple(arms)]  # noqa: UP007 (as many arms as there are verbs)
     config = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.UseAppendAction)
@@ -151,7 +169,7 @@ def _for_tyro(verb: str, kind: type, complete: bool) -> type:
     for f in dataclasses.fields(kind):
         about: dict[str, Any] = {"help": f.metadata["help"]}
         if f.metadata["word"]:
-            about |= {"metavar": f.name.upper()}
+            about |= {"metavar": f.name.upper() if f.default is dataclasses.MISSING else f"[{f.name.upper()}]"}
         if f.default in (None, False, ()):
             about |= {"help_behavior_hint": ""}
         hint = positional[hints[f.name]] if f.metadata["word"] else hints[f.name]

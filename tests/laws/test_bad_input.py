@@ -147,7 +147,7 @@ CASES: list[tuple[str, str, str]] = [
     ("convert a b --to glam_tiny --method copi", "--method: got copi", "did you mean --method copy?"),
     ("report no_such_run", "RUN_DIR: got no_such_run", "moe train switch_tiny"),
     ("verify --nproc 0", "--nproc: got 0", "--nproc 2"),
-    ("bench no-such-bench", "NAME: got no-such-bench, needed a measurement: ", "moe bench NAME"),
+    ("bench no-such-bench", "NAME: got no-such-bench, needed a measurement: ", "see: moe bench --help"),
     ("bench kills", "NAME: got kills, needed a measurement: ", "python -m tests.campaigns kills"),
     ("verify --draws 0", "--draws: got 0", "--draws 1"),
     ("verify --draws 1 --nproc 1", "--nproc: got 1, needed at least 2", "--nproc 2"),

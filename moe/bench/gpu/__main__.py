@@ -22,9 +22,9 @@ PACKAGES = ("torch", "triton", "numpy", "einops")
 def main(words: list[str] | None = None) -> int:
     """Run the command. Return 1 if a part failed or found a wrong result, 2 for bad input, else 0."""
     parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="check and measure a new GPU")
-    parser.add_argument("--minutes", type=float, default=25, help="time limit of this call on a GPU; parts that may exceed it are left out")
-    parser.add_argument("--json", type=Path, required=True, help="file of the results, written after each part")
-    parser.add_argument("--resume", action="store_true", help="continue this file: measure only the parts without results in it")
+    parser.add_argument("--minutes", type=float, default=25, help="time limit on a GPU, 25 by default; longer measurements are left out")
+    parser.add_argument("--json", type=Path, required=True, help="file of the results, written after each measurement")
+    parser.add_argument("--resume", action="store_true", help="continue the --json file: run the measurements without results in it")
     args = parser.parse_args(words)
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:

@@ -2,7 +2,7 @@
 
 Each stage sleeps instead of computing, so that two cores suffice for four processes. The simulation leaves out three costs, by which the
 measured time may differ: the runtime's own work between actions, waiting for messages, and sends that block a rank.
-`moe bench pipeline --json FILE`; `--kinds 1f1b,zb_v` measures only these schedules.
+Without --nproc it runs on 2 processes, then on 4.
 """
 
 from __future__ import annotations

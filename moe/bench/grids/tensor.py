@@ -6,7 +6,6 @@
 
 All use the same weights, so their outputs and input gradients must be equal up to rounding; the largest difference is printed. With the
 smaller of the two widths, a larger part of the time is the overhead of launching operations. Each implementation runs once in every round.
-`moe bench tensor --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations

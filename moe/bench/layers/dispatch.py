@@ -1,4 +1,4 @@
-"""Measures the speed of one MoE layer, forward and backward in one process, and compares it with other systems and with a limit.
+"""Measures the time of one MoE layer, forward and backward in one process, and compares it with other systems and with a lower limit.
 
     limit   batched matrix products without routing, in which every expert has the same number of rows
     peers   installed packages: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm, a dense network of equal

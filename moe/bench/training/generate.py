@@ -5,7 +5,7 @@
     peer          transformers' `generate` with its own KV cache: a Mixtral with random weights and the same sizes
 
 The same is measured for an encoder-decoder; its peer is transformers' T5. A ratio compares two times of the same round; the table has the
-median and quartiles over rounds. `moe bench generate --rounds 9 --json FILE`.
+median and quartiles over rounds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures the bytes of model states on each rank, and compares them with the ZeRO formulas (moe/plan/job/states.py).
 
-    torch holds    bytes of tensors between the backward pass and the update (`Held`), without buckets of a fixed size. In ZeRO stages 0 and
+    torch holds    bytes of tensors between the backward pass and the update, without buckets of a fixed size. In ZeRO stages 0 and
                    1 gradients count at their peak, because an engine may free other ranks' gradients before the backward pass returns
-    resident       the process's memory at the same time, as the system reports it, less buckets and less the process's memory before
+    resident       the process's memory at the same time, as the system reports it, minus buckets and minus the process's memory before
                    the model was built
     device         with offload: bytes that remain on the device, and bytes moved to the host or to files on disk
 

@@ -1,9 +1,9 @@
 """Trains sparse models and a dense model of equal FLOPs per token, to test that the sparse ones learn more (Switch, arXiv 2101.03961).
 
 For each seed, all models read the same tokens in the same order, and their last validation losses are compared. The models are three
-decoders, or Switch's encoder-decoder with 1 to 32 experts; with 1 expert it is the dense model. Each run is one process with one thread,
-and at most one run per core is active. Prints a table, and writes the loss curves as PNG and, with --json, the rows. A run that already
-finished with the same settings, in the same folder, is not repeated.
+decoders (--only recipes), or Switch's encoder-decoder with 1 to 32 experts (--only experts), which is dense with 1 expert. Each run is one
+process with one thread, and at most one run per core is active. Prints a table, and writes the loss curves as PNG and, with --json, the
+rows. A run that already finished with the same settings, in the same folder, is not repeated.
 """
 
 from __future__ import annotations

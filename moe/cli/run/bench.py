@@ -46,7 +46,7 @@ def _instead(name: str) -> str:
             part = "" if name in ("faults", "planner") else f" {name.replace('_', '-')}"
             return f"in a checkout of moe-parallel: python -m {module}{part}"
     near = did_you_mean(name, bench_names())
-    return f"did you mean {near}?" if near else "moe bench NAME"
+    return f"did you mean {near}?" if near else "see: moe bench --help"
 
 
 def bench_names() -> list[str]:

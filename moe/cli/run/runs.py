@@ -40,15 +40,20 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
     draws, seed, types = given.pop("draws"), given.pop("seed"), given.pop("types")
     if types:
         of_types = ("nproc", "json", "kinds", "only", "recipe", "timeout_s")
-        refuse_others(flags, ("types", *of_types, "debug_collectives"), got="with --types", needed="only its own flags: moe verify --help")
+        _refuse_others(flags, "types", *of_types, "debug_collectives")
         return call("moe.verify.types.types", **{name: given[name] for name in of_types})
     if draws is None:
         refuse({"seed": seed}, got="without --draws", needed="--draws: only random recipes have a seed")
         return call("moe.verify.verify", **given)
     check_least(flags, draws=1, nproc=2)
-    allowed = ("draws", "seed", "nproc", "json", "timeout_s", "debug_collectives")
-    refuse_others(flags, allowed, got="with --draws", needed="only its own flags: moe verify --help")
+    _refuse_others(flags, "draws", "seed", "nproc", "json", "timeout_s", "debug_collectives")
     return call("moe.verify.random_runs", draws=draws, seed=seed or "0", **{name: given[name] for name in ("nproc", "json", "timeout_s")})
+
+
+def _refuse_others(flags: Verify, kind: str, *allowed: str) -> None:
+    """Raise BadInput for the first flag that cannot be combined with the flag `kind`, such as types."""
+    needed = f"no flags but {', '.join(f'--{name}' for name in allowed)}"
+    refuse_others(flags, (kind, *allowed), got=f"with --{kind}", needed=needed)
 
 
 def _compare(flags: Verify) -> int:
@@ -60,9 +65,7 @@ def _compare(flags: Verify) -> int:
 
 
 def _peer(flags: Verify) -> int:
-    refuse_others(
-        flags, ("peer", *_OF_PEER, "only", "json", "timeout_s"), got="with --peer", needed="only its own flags: moe verify --help"
-    )
+    _refuse_others(flags, "peer", *_OF_PEER, "only", "json", "timeout_s")
     os.environ["DS_ACCELERATOR"] = "cpu"
     degrees = {name: degree for name in ("ep", "tp", "fsdp") if (degree := getattr(flags, name)) is not None}
     given = {"model": flags.model, "degrees": degrees, "only": flags.only, "pin": flags.pin_routing}
