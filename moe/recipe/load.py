@@ -319,7 +319,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         both = f"write {dotted}: {example} in a file, --{dotted} {example} on the command line"
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=both)
     names = choices(dotted) if field else []
-    needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ").partition(", unable to ")[0]
+    needed = re.split(r", (?:unable to|got a number) ", error["msg"].removeprefix("Input should be ").removeprefix("Value error, "))[0]
     fix = fix_of(f"write {dotted}: {{key: value}}")
     if field is not None:
         fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}")
