@@ -466,7 +466,7 @@ class Wide(torch.optim.SGD):
         (torch.optim.NAdam, {}, "got an optimizer that keeps mu_product, a tensor [] of torch.float32"),
         (Wide, {}, "got an optimizer that keeps history, a tensor [4,"),
         (Counts, {}, "got an optimizer that does not continue from its saved states"),
-        (ByNorm, {"sharding": {"kind": "fsdp"}}, "of a part and of the whole parameter, because the parameter is cut along dim"),
+        (ByNorm, {"sharding": {"kind": "fsdp"}}, "in the whole parameter, because the parameter is cut along dim"),
         (lambda groups: ByNorm(groups, by_expert=False), {}, "the whole parameter, because the experts of a layer are stacked"),
         (
             torch.optim.SGD,
