@@ -27,7 +27,7 @@ READS_THE_ENVIRONMENT = {
     "parallel/process/process.py": "which rank this process is",
     "parallel/data/deepspeed.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
     "moe/cli/main.py": "what torch's libraries read as they load: set, not read",
-    "moe/bench/gpu/__main__.py": "Triton's interpreter, without a GPU: set, not read",
+    "moe/bench/gpu/__main__.py": "torch's allocator, and without a GPU Triton's interpreter: set before they are loaded",
     "moe/cli/run/runs.py": "debug mode of collectives, for ranks that are forked: set, not read",
     "moe/verify/peers/transformers.py": "transformers reads its rank there: set, not read",
     "moe/cli/run/train.py": "whether this process is already a rank of somebody's launcher",

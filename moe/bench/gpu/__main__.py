@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "numpy", "einops")
+# as BEFORE_TORCH of moe/launch/environment.py, which needs psutil: ranks of `moe train` allocate so too
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -37,8 +39,13 @@ def main(words: list[str] | None = None) -> int:
 
 
 def measure(minutes: float, file: Path) -> int:
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.update(ALLOCATOR | os.environ)  # before torch is loaded
+    import torch
+
     from parallel.process.process import World
 
+    torch.set_float32_matmul_precision("highest")  # no TF32, which NVIDIA's containers allow by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     device = World().device
     if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is loaded
@@ -50,7 +57,7 @@ def measure(minutes: float, file: Path) -> int:
     fresh: dict[str, Any] = {"commit": source_commit(), "device": machine.name, "parts": {}}
     try:
         done = json.loads(file.read_text()) if file.exists() else fresh
-        if not isinstance(done, dict) or done.get("device") != machine.name:
+        if not isinstance(done, dict) or done.get("device") != machine.name or not isinstance(done.get("parts"), dict):
             raise ValueError(f"not made on {machine.name}")
         replace_file(file, json.dumps(done := fresh | done))  # before measuring, because it raises OSError if the file cannot be written
     except (OSError, ValueError) as error:
@@ -60,7 +67,9 @@ def measure(minutes: float, file: Path) -> int:
     for part in parts():
         if "rows" in done["parts"].get(part.name, {}):
             continue
-        done["parts"][part.name] = _result(part, machine, done["parts"], minutes_left=(until - time.monotonic()) / 60)
+        result = _result(part, machine, done["parts"], minutes_left=(until - time.monotonic()) / 60)
+        other = {"commit": fresh["commit"]} if fresh["commit"] != done["commit"] else {}  # the file is of another commit
+        done["parts"][part.name] = result | other
         replace_file(file, json.dumps(done, indent=1))
     print(*page(done), sep="\n")
     results = [result for part in done["parts"].values() for result in part.get("rows", [{"passed": "left_out" in part}])]

@@ -56,5 +56,5 @@ def _copy(machine: Machine) -> Row:
 
 
 def _product(machine: Machine, dtype: torch.dtype) -> Row:
-    """Return the rate of a large matrix product. fp32 products do not use TF32 (torch's default)."""
+    """Return the rate of a large matrix product. fp32 products do not use TF32 (`measure` in __main__.py)."""
     return {"ceiling": str(dtype).removeprefix("torch."), "rate": matmul_flops(dtype, machine.device) / 1e12, "unit": "TF/s"}

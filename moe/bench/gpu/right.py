@@ -30,7 +30,8 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((21, 3, 36, 28),)}
 NETWORKS = ("relu", "gelu", "geglu", "swiglu")
 LOADS = ("even", "drops", "one takes all", "empty experts")  # how choices are spread over experts; drops: some are dropped
-_SANITIZED = "from moe.bench.gpu import right; right.once()"
+# Each tensor gets memory of its own: in a block that torch caches for many, a read beyond one tensor would not be seen.
+_SANITIZED = "import os; os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] = '1'; from moe.bench.gpu import right; right.once()"
 
 
 def rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:

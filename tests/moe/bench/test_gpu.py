@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from moe.bench.gpu import __main__ as gpu
 from moe.bench.gpu.part import Machine, Part, Row
 from moe.bench.layers.layers import Shape
-from moe.records.results import hardware
+from moe.records.results import hardware, source_commit
 
 pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
 
@@ -81,6 +82,44 @@ def test_it_needs_torch_triton_numpy_and_einops_only(tmp_path: Path) -> None:
         "steps": "needs pydantic, yaml",
         "losses": "needs pydantic, yaml",
     }
+
+
+def test_containers_that_allow_tf32_change_no_result_and_memory_is_allocated_as_by_ranks(tmp_path: Path) -> None:
+    from moe.launch.environment import BEFORE_TORCH
+
+    assert gpu.ALLOCATOR.items() <= BEFORE_TORCH.items()
+    code = (
+        "import os; os.environ.pop('PYTORCH_ALLOC_CONF', None); os.environ['TORCH_ALLOW_TF32_CUBLAS_OVERRIDE'] = '1';"
+        "from moe.bench.gpu import __main__ as gpu; gpu.parts = list; gpu.main(['--json', 'x.json']); import torch;"
+        "print(torch.get_float32_matmul_precision(), os.environ['PYTORCH_ALLOC_CONF'])"
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[3])}
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert got.stdout.splitlines()[-1] == "highest expandable_segments:True", got.stderr
+
+
+def test_parts_of_another_commit_than_the_files_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "parts", lambda: [Part("a", 1, lambda *_: [], list), Part("b", 1, lambda *_: [], list)])
+    (file := tmp_path / "x.json").write_text(
+        json.dumps({"commit": "older", "device": hardware(torch.device("cpu")), "parts": {"a": {"rows": []}}})
+    )
+    assert gpu.main(["--json", str(file), "--resume"]) == 0
+    done = json.loads(file.read_text())
+    assert done["commit"] == "older" and "commit" not in done["parts"]["a"] and done["parts"]["b"]["commit"] == source_commit()
+    file.write_text(json.dumps(done | {"parts": []}))
+    assert gpu.main(["--json", str(file), "--resume"]) == 2  # one line instead of a traceback
+
+
+@pytest.mark.parametrize("code", [0, 9])
+def test_the_sanitizer_sees_each_tensor_in_memory_of_its_own(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe.bench.gpu import right
+
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/compute-sanitizer")
+    started: list[list[str]] = []
+    monkeypatch.setattr("subprocess.Popen", lambda words, **_: started.append(words) or SimpleNamespace(wait=lambda _: code))
+    (row,) = right._sanitizer(Machine(torch.device("cuda")))
+    program = started[0][-1]
+    assert row["passed"] == (code == 0) and program.index("PYTORCH_NO_CUDA_MEMORY_CACHING") < program.index("from moe")
 
 
 def fails(error: Exception) -> Callable[[Machine, dict[str, list[Row]]], list[Row]]:
