@@ -81,6 +81,9 @@ def check_adapters(folder: Path, base: Path, merged: Path) -> None:
         left, right = (pairs.pop(f"base_model.model.{module}.lora_{one}.weight", None) for one in "BA")
         assert (left is not None) == (right is not None) == bool(re.fullmatch(about["target_modules"], module)), key
         if left is not None and right is not None:
+            # the name by which PEFT finds the joined experts of transformers 5
+            joined = re.sub(r"experts\.\d+", "experts", module).replace("block_sparse_moe", "mlp")
+            assert re.fullmatch(about["target_modules"], joined), key
             assert left.dtype == torch.float32 and left.abs().max() > 0
             changed = changed + about["lora_alpha"] / about["r"] * left @ right
         torch.testing.assert_close(changed, want[key].float(), msg=key)
@@ -105,6 +108,17 @@ def test_adapters_name_the_base_that_they_were_trained_on(tmp_path: Path, home: 
     assert not (tmp_path / "moved-peft").exists()
     about = [json.loads((tmp_path / f"{out}-peft/adapter_config.json").read_text()) for out in ("first", "second")]
     assert [one["base_model_name_or_path"] for one in about] == ["them/model", None]
+
+
+def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT 0.21 knows joined experts by the last word of a module's name, which dense and shared networks have too."""
+    made(tmp_path / "theirs", "DeepseekV3")
+    fixed = {"train.steps": 1, "train.global_batch": 2, "train.eval_sequences": 2, "train.sample_tokens": 0, "train.measure_speed": "false"}
+    fixed |= {"train.report": "false", "lora.rank": 2, "lora.targets": "[attention, dense]", "data.path": home / "text.txt"}
+    words = [word for key, value in fixed.items() for word in (f"--{key}", str(value))]
+    assert main(["train", f"hf:{tmp_path / 'theirs'}", "--out", str(tmp_path / "run"), *words, "--router.bias_rate", "0"]) == 0
+    assert main(["convert", str(tmp_path / "run"), f"hf:{tmp_path / 'peft'}", "--adapters"]) == 2
+    assert "got adapters of dense networks" in capsys.readouterr().err and not (tmp_path / "peft").exists()
 
 
 def test_an_earlier_base_is_lost_only_if_nothing_needs_it(tmp_path: Path, home: Path) -> None:
