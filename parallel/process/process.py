@@ -123,6 +123,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     backend, device = "gloo", "cpu"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+        torch.set_float32_matmul_precision("highest")  # no TF32, which NVIDIA's containers allow by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
         backend, device = "nccl", str(torch.cuda.get_device_properties(world.device).uuid)
     limit_s = timeout_s or LIMITS_S[backend]
     problem, wait_s = wrong_interface(os.environ, backend), watchdog.FIRST * limit_s

@@ -130,7 +130,7 @@ class Merged(Reader):
         rows, columns = region
         every = slice(0, shapes[right][0])
         narrow = self.adapters.region(left, kind, (rows, every)), self.adapters.region(right, kind, (every, columns))
-        return adapted(weight, *narrow, scale=self.scale, dtype=weight.dtype).to(weight.dtype)
+        return adapted(weight, *narrow, scale=self.scale, dtype=weight.dtype)  # fp32, also if the base is narrower
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
