@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "numpy", "einops")
+LIMIT_S = 480  # largest number of seconds of a part
 # as BEFORE_TORCH of moe/launch/environment.py, which needs psutil: ranks of `moe train` allocate so too
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
@@ -65,7 +67,8 @@ def measure(minutes: float, file: Path) -> int:
         return 2
     until = time.monotonic() + 60 * minutes
     for part in parts():
-        if "rows" in done["parts"].get(part.name, {}):
+        rows = done["parts"].get(part.name, {}).get("rows")
+        if rows is not None and not any("failed" in row for row in rows):  # a row fails if memory runs out, for example
             continue
         result = _result(part, machine, done["parts"], minutes_left=(until - time.monotonic()) / 60)
         other = {"commit": fresh["commit"]} if fresh["commit"] != done["commit"] else {}  # the file is of another commit
@@ -83,12 +86,24 @@ def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: fl
         return {"left_out": f"needs {', '.join(lacking)}"}
     if machine.gpu and part.minutes > minutes_left:
         return {"left_out": f"takes up to {part.minutes:g} minutes, {max(0.0, minutes_left):.0f} are left"}
-    started = time.perf_counter()
+    started, before_limit = time.perf_counter(), signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(LIMIT_S)
     try:
         rows = part.rows(machine, {name: entry["rows"] for name, entry in before.items() if "rows" in entry})
-    except Exception as error:  # the other parts can still be measured
+    except (Exception, TooLong) as error:  # the other parts can still be measured
         return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before_limit)
     return {"seconds": time.perf_counter() - started, "rows": rows}
+
+
+class TooLong(BaseException):
+    """Ends a part after LIMIT_S. Not an Exception, because a part goes on after those."""
+
+
+def _stop(*_: Any) -> None:
+    raise TooLong(f"more than {LIMIT_S} s")
 
 
 def parts() -> list[Any]:

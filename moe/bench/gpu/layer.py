@@ -60,7 +60,7 @@ def _kernels(machine: Machine, shape: Shape, before: dict[str, list[Row]]) -> li
 
     def row(name: str, kernel: str, taken: float) -> Row:
         made: Row = {"kernel": name, "seconds": taken, "tf_per_s": flops[kernel] / taken / 1e12}
-        made |= {"expected": expected(kernel, shape) if "H100" in machine.name else None}
+        made |= {"expected": expected(kernel, shape) if any(name in machine.name for name in ("H100", "H200")) else None}
         share = max(flops[kernel] / peak / 1e12, size[kernel] / copy / 1e9) / taken if peak and copy else None
         return made if share is None else made | {"share": share}
 
@@ -100,8 +100,8 @@ def race_page(rows: Sequence[Row]) -> list[str]:
 
 
 def expected(kernel: str, shape: Shape) -> float:
-    """Return the expected TF/s of a kernel on an H100. The inner loop takes steps of 64 elements, assumed to run at 0.8 of the rate of a
-    large product. Each tile also takes the time of FILL steps for its first loads and its result."""
+    """Return the expected TF/s of a kernel on an H100 or H200. The inner loop takes steps of 64 elements, assumed to run at 0.8 of the rate
+    of a large product. Each tile also takes the time of FILL steps for its first loads and its result."""
     each = shape.rows / shape.experts
     steps = {"up": shape.width / 64, "product": 1.5 * shape.hidden / 64, "back": shape.width / 64, "weights": each / 64}[kernel]
     return H100_TF_PER_S * 0.8 * steps / (steps + FILL)

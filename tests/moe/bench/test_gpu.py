@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from moe.bench.gpu import __main__ as gpu
-from moe.bench.gpu.part import Machine, Part, Row
+from moe.bench.gpu.part import Machine, Part, Row, each
 from moe.bench.layers.layers import Shape
 from moe.records.results import hardware, source_commit
 
@@ -96,6 +97,27 @@ def test_containers_that_allow_tf32_change_no_result_and_memory_is_allocated_as_
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[3])}
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert got.stdout.splitlines()[-1] == "highest expandable_segments:True", got.stderr
+
+
+def test_a_part_that_takes_too_long_or_failed_in_part_is_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def endless(*_: object) -> list[dict[str, object]]:
+        calls.append("a")
+        return each({"x": lambda: time.sleep(30) or [{}]})  # type: ignore[func-returns-value]
+
+    def broken(*_: object) -> list[dict[str, object]]:
+        calls.append("b")
+        return each({"x": lambda: [{}], "y": lambda: [][0]})
+
+    monkeypatch.setattr(gpu, "LIMIT_S", 1)
+    monkeypatch.setattr(gpu, "parts", lambda: [Part("a", 1, endless, list), Part("b", 1, broken, list), Part("c", 1, lambda *_: [], list)])
+    for words in ([], ["--resume"]):
+        assert gpu.main(["--json", str(tmp_path / "x.json"), *words]) == 1
+        parts = json.loads((tmp_path / "x.json").read_text())["parts"]
+        assert parts["a"] == {"failed": "TooLong: more than 1 s"} and ["failed" in row for row in parts["b"]["rows"]] == [False, True]
+        assert parts["c"]["rows"] == []
+    assert calls == ["a", "b"] * 2
 
 
 def test_parts_of_another_commit_than_the_files_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
