@@ -118,13 +118,19 @@ def _in_huggingface(flags: Train) -> Path | None:
 
 
 def check_model(source: Path, run: Run) -> None:
-    """For a new run with the model of transformers in `source`: raise BadInput if it has no config.json, if the first samples of the run's
-    data cannot be read, or if chats need a chat template and there is none."""
+    """For a new run with the model of transformers in `source`: raise BadInput if it has no config.json, if the run adds a selection bias
+    that the model's files cannot have, if the first samples of the run's data cannot be read, or if chats need a chat template and there is
+    none."""
     from moe.checks.begins import check_data
+    from moe.convert.huggingface.config import recipe_values
     from moe.convert.huggingface.convert import config_in
     from moe.data.tokenizer_file import chat_of
+    from moe.recipe.load import build_run
 
-    config_in(source)
+    theirs = build_run(recipe_values(config_in(source)))
+    if run.router.bias_rate is not None and theirs.router.bias_rate is None and run.model.layers_with_experts():
+        needed = f"null: {source} has no selection bias, so the trained model could not be converted back"
+        raise BadInput("router.bias_rate", got=run.router.bias_rate, needed=needed, fix="--router.bias_rate null")
     check_data(run.data, chat_of(source, [])[0], vocab_size=run.vocab_size)
 
 

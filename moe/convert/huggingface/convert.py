@@ -172,7 +172,7 @@ def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str,
     `base`. Return lines to print. An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe
     describes another model."""
     run = load(recipe, overrides)[0]
-    differs = _differences(run, shapes_of(run), config_in(source))
+    differs = _differences(run, shapes_of(run) | biases_of(run), config_in(source))
     if differs:
         first = differs[0]
         got = f"{first.key} {first.before}" if isinstance(first, Change) else first

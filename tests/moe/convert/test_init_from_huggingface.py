@@ -90,6 +90,23 @@ def check_adapters(folder: Path, base: Path, merged: Path) -> None:
     assert not pairs
 
 
+def test_a_selection_bias_is_taken_from_the_files_and_never_added(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for family in ("DeepseekV3", "Mixtral"):
+        theirs, base, out = (tmp_path / f"{family}-{name}" for name in ("theirs", "base", "run"))
+        made(theirs, family)
+        assert main(["convert", f"hf:{theirs}", str(base)]) == 0
+        recipe = yaml.safe_load((base / "recipe.yaml").read_text())
+        recipe["data"]["path"] = str(home / "text.txt")
+        recipe["train"] |= {"steps": 1, "global_batch": 2, "eval_sequences": 2, "sample_tokens": 0, "measure_speed": False, "report": False}
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+        for number, begins in enumerate(([str(tmp_path / "mine.yaml"), "--init_from", f"hf:{theirs}"], [f"hf:{theirs}"])):
+            words = ["train", *begins, "--out", f"{out}{number}", "--data.path", str(home / "text.txt"), "--router.bias_rate", "0"]
+            words += ["--train.steps", "1", "--train.global_batch", "2", "--train.eval_sequences", "2", "--train.report", "false"]
+            assert main([*words, "--train.measure_speed", "false", "--train.sample_tokens", "0"]) == (0 if family == "DeepseekV3" else 2)
+            assert (family == "Mixtral") == ("router.bias_rate: got 0.0, needed null" in capsys.readouterr().err)
+            assert family == "Mixtral" or main(["convert", f"{out}{number}", f"hf:{out}{number}-back"]) == 0
+
+
 def test_adapters_name_the_base_that_they_were_trained_on(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A base that was trained further has another name, and selection biases that moved would be lost."""
     theirs = tmp_path / "theirs"
