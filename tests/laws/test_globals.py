@@ -116,6 +116,7 @@ SETTINGS = {
         "moe/launch/processes.py": "a rank gets a terminal's Ctrl-C though a shell ignored it for its children",
         "moe/cli/energy.py": "clocks are given back; the handler is put back",
         "moe/data/sandbox.py": "of a process that runs one chat template: Ctrl-C is for its parent",
+        "moe/bench/gpu/__main__.py": "a time limit of a measurement; the handler is put back",
     },
     "torch.set_num_threads": {
         "parallel/process/process.py": "a process has one pool of threads, and ranks share the machine's cores",
