@@ -86,6 +86,8 @@ def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: fl
         return {"left_out": f"needs {', '.join(lacking)}"}
     if machine.gpu and part.minutes > minutes_left:
         return {"left_out": f"takes up to {part.minutes:g} minutes, {max(0.0, minutes_left):.0f} are left"}
+    from moe.bench.gpu.part import TooLong
+
     started, before_limit = time.perf_counter(), signal.signal(signal.SIGALRM, _stop)
     signal.alarm(LIMIT_S)
     try:
@@ -98,11 +100,9 @@ def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: fl
     return {"seconds": time.perf_counter() - started, "rows": rows}
 
 
-class TooLong(BaseException):
-    """Ends a part after LIMIT_S. Not an Exception, because a part goes on after those."""
-
-
 def _stop(*_: Any) -> None:
+    from moe.bench.gpu.part import TooLong
+
     raise TooLong(f"more than {LIMIT_S} s")
 
 

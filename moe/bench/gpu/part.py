@@ -43,6 +43,10 @@ class Part:
     packages: tuple[str, ...] = ()
 
 
+class TooLong(BaseException):
+    """Ends a part after its time limit. Not an Exception, after which a part continues. `each` keeps the rows so far."""
+
+
 def each(work: Mapping[str, Callable[[], list[Row]]]) -> list[Row]:
     """Call each function in `work` (name -> function), and return the rows of all. Key "what" of a row has the function's name. A call that
     fails, for example if memory runs out, gives a row with the error."""
@@ -50,8 +54,10 @@ def each(work: Mapping[str, Callable[[], list[Row]]]) -> list[Row]:
     for name, one in work.items():
         try:
             found += [{"what": name} | row for row in one()]
-        except Exception as error:  # the others can still be measured
+        except (Exception, TooLong) as error:  # the others can still be measured
             found.append({"what": name, "failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "passed": False})
+            if isinstance(error, TooLong):
+                break
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     return found

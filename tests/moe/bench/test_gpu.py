@@ -104,7 +104,7 @@ def test_a_part_that_takes_too_long_or_failed_in_part_is_run_again(monkeypatch: 
 
     def endless(*_: object) -> list[dict[str, object]]:
         calls.append("a")
-        return each({"x": lambda: time.sleep(30) or [{}]})  # type: ignore[func-returns-value]
+        return each({"w": lambda: [{}], "x": lambda: time.sleep(30) or [{}], "y": lambda: [{}]})  # type: ignore[func-returns-value]
 
     def broken(*_: object) -> list[dict[str, object]]:
         calls.append("b")
@@ -115,7 +115,8 @@ def test_a_part_that_takes_too_long_or_failed_in_part_is_run_again(monkeypatch: 
     for words in ([], ["--resume"]):
         assert gpu.main(["--json", str(tmp_path / "x.json"), *words]) == 1
         parts = json.loads((tmp_path / "x.json").read_text())["parts"]
-        assert parts["a"] == {"failed": "TooLong: more than 1 s"} and ["failed" in row for row in parts["b"]["rows"]] == [False, True]
+        assert parts["a"]["rows"][1]["failed"] == "TooLong: more than 1 s"  # the rows before are kept, and none follows
+        assert ["failed" in row for part in "ab" for row in parts[part]["rows"]] == [False, True, False, True]
         assert parts["c"]["rows"] == []
     assert calls == ["a", "b"] * 2
 
