@@ -120,7 +120,6 @@ def _run_cases(folder: Path) -> None:
     world, asked = process.read_environment(), json.loads((folder / "cases.json").read_text())
     given: list[dict[str, Any]] = asked["cases"]
     cases = [Case(**case | {"stages": case["stages"] and tuple(case["stages"])}) for case in given]
-    torch.set_float32_matmul_precision("highest")  # no TF32
     process.share_cores(world)
     process.start(world, timeout_s=asked["limit_s"])
     for kind in {case.engine.name: case.engine for case in cases}.values():

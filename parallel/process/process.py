@@ -103,11 +103,12 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
     """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also let the C library keep freed memory for reuse.
-    A single process joins no group.
+    A single process joins no group. No product of fp32 tensors uses TF32 afterwards.
 
     `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S); until the first step is done, watchdog.FIRST times as long.
     `end`: called with the watchdog's message before the watchdog ends this process. Raise NotMet if ranks are missing or do not connect,
     and BadInput if ranks share a GPU."""
+    torch.set_float32_matmul_precision("highest")  # no TF32, which NVIDIA's containers allow by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     if world.device.type == "cpu":
         keep_freed_memory()
     if world.size == 1 or dist.is_initialized():
@@ -123,7 +124,6 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     backend, device = "gloo", "cpu"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-        torch.set_float32_matmul_precision("highest")  # no TF32, which NVIDIA's containers allow by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
         backend, device = "nccl", str(torch.cuda.get_device_properties(world.device).uuid)
     limit_s = timeout_s or LIMITS_S[backend]
     problem, wait_s = wrong_interface(os.environ, backend), watchdog.FIRST * limit_s

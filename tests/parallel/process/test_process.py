@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from glob import glob
@@ -257,3 +259,13 @@ def test_ranks_share_the_cores_of_a_containers_quota(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     share_cores(World(0, 2, local_size=2))
     assert threads == [1]
+
+
+def test_containers_that_allow_tf32_do_not_change_products_of_one_process() -> None:
+    code = "import torch; from parallel.process import process as p; p.start(p.World()); print(torch.get_float32_matmul_precision())"
+    environment = os.environ | {
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment).stdout == "highest\n"
