@@ -70,7 +70,7 @@ CACHED = {
     "moe/plan/job/cut.py: _lists": "likewise",
     "moe/plan/job/cut.py: _by_work": "likewise",
     "moe/plan/pipeline.py: _checked": "a schedule of these sizes; four at most",
-    "moe/plan/choose/degrees.py: scheduled": "of one call of fastest_degrees: a plan with each schedule",
+    "moe/plan/choose/candidates.py: scheduled": "of one call of fastest_degrees: a plan with each schedule",
     "moe/plan/job/in_flight.py: fullest_ranks": "the ranks that can be fullest follow from sizes alone",
     "moe/plan/time/pipeline_time.py: _makespan": "seconds follow from the times that are its arguments",
     "moe/plan/job/in_flight.py: made": "a schedule of these sizes; four at most",

@@ -197,7 +197,6 @@ MAY_NAME = {
     "moe/recipe/sections/layout.py": "the default",
     "moe/plan/job/network.py": "the default",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
-    "moe/plan/choose/degrees.py": "what bounds the degrees that a planner tries",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/cli/energy.py": "EnvPipe is made for 1F1B",
     "parallel/pipeline/energy/plan_file.py": "the example of a file",

@@ -138,9 +138,8 @@ def test_two_ranks_attend_as_one_process_does(two_steps: None) -> None:
 
 
 MAY_NAME = {
-    "moe/plan/choose/degrees.py": "what bounds the degrees that a planner tries",
+    "moe/plan/choose/candidates.py": "what bounds the degrees that a planner tries",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
-    "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/verify/cases.py": "rows",
     "moe/verify/rows/sequence.py": "rows",
     "moe/verify/rows/tensor.py": "rows",

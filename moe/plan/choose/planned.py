@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple, get_args
 
-from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices
+from moe.plan.choose.candidates import FIRST, SMALL, Degrees, Space, candidates, degree_choices, fastest_degrees
 from moe.plan.choose.choose import TIGHT, Held, Ranked, Ranking, Refusals, Refused, choose, described
-from moe.plan.choose.degrees import FIRST, SMALL, fastest_degrees
 from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import held_bytes, stack_on
