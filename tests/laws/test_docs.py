@@ -21,7 +21,7 @@ import pytest
 from moe.checks.advice import check_for_user
 from moe.cli import main as cli
 from moe.cli.flags import read_words
-from moe.cli.run.bench import arguments_of_main, bench_file, bench_names
+from moe.cli.run.runs import arguments_of_main, bench_file, bench_names
 from moe.cli.simulate import simulated
 from moe.cli.verbs import RECIPE_VERBS, VERBS
 from moe.convert.huggingface.families import FAMILIES
