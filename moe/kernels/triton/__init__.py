@@ -15,7 +15,6 @@ from __future__ import annotations
 from moe.kernels.triton.jitter import jittered
 from moe.kernels.triton.network import grouped_ffn, routed_ffn
 from moe.kernels.triton.router import route
-from moe.kernels.triton.routing import by_bin, kept, plan, queues, top_k
-from moe.kernels.triton.rows import combine, permute, reorder
+from moe.kernels.triton.routing import by_bin, combine, kept, permute, plan, queues, reorder, top_k
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "jittered", "kept", "permute", "plan", "queues", "reorder", "route", "routed_ffn", "top_k"]
