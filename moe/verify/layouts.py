@@ -23,8 +23,7 @@ from moe.parallelize.engines import check_given, optimizer_of
 from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
-from moe.train.loop.step import accumulate, finish
-from moe.train.loop.stream import stream
+from moe.train.loop.step import accumulate, finish, stream
 from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.numbers import LayerNumbers, Numbers
 from moe.train.start.state import extra_owned

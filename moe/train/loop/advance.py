@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from moe.plan.pipeline import continuous, schedule_of
-from moe.train.loop.step import accumulate, finish
-from moe.train.loop.stream import stream
+from moe.train.loop.step import accumulate, finish, stream
 from moe.train.parts.learning_rate import learning_rate
 from moe.train.parts.numbers import Numbers
 from moe.train.start.job import Job

@@ -17,8 +17,7 @@ from moe.parallelize.engines import decays
 from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
-from moe.train.loop.step import move_biases
-from moe.train.loop.stream import stream
+from moe.train.loop.step import move_biases, stream
 from moe.verify.cases import Case
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees, Mesh
