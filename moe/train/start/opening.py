@@ -46,8 +46,8 @@ from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.rebalance import Rebalancer, nothing_to_move
 from moe.train.start import state
 from moe.train.start.job import Job, Saves, Training
-from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.place import make_writable, set_aside
+from moe.train.start.prediction import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.restore import base_of, check_base, described, moved_base
 from moe.train.start.restore import whole as whole_model
 from moe.train.start.resume import KEPT, Resumed, pass_on
