@@ -27,7 +27,7 @@ from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from parallel.data.engine import Rule
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.data.kinds.kind import EngineKind, Setup

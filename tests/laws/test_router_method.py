@@ -23,7 +23,7 @@ from moe.router.methods import catalog
 from moe.router.methods.method import Method, RoutingRequest
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.plain import router
 from parallel.errors import BadInput
 

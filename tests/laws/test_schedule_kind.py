@@ -26,7 +26,7 @@ from moe.plan.time.pipeline_time import homes_at, pipeline_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import expected, layouts, twin
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.kinds import cases
 from parallel.errors import BadInput
 from parallel.fixes import Set

@@ -25,7 +25,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from parallel.errors import BadInput
 from parallel.mesh.collectives import gather_into, scatter_sum_into
 from parallel.sequence.kinds import DEFAULT, SEQUENCES, Attention, Cost, Held, SequenceKind
