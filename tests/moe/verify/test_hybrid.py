@@ -12,9 +12,22 @@ import pytest
 from moe.checks.together import check_run
 from moe.verify import hybrid
 from moe.verify.cases import Case
-from moe.verify.hybrid import FACTORS, WORLD, Idle, case_of, covering, covering_few, described, few_of
+from moe.verify.hybrid import (
+    FACTORS,
+    WORLD,
+    Choice,
+    Covering,
+    Idle,
+    case_of,
+    cover,
+    covering,
+    covering_few,
+    described,
+    every_pair,
+    few_of,
+    together,
+)
 from moe.verify.kinds import KINDS, cases
-from moe.verify.pairwise import Choice, Covering, cover, every_pair, together
 from parallel.errors import BadInput
 
 
