@@ -51,7 +51,7 @@ class Gathered(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         from moe.experts.dispatch.network import Arrived, compute
         from parallel.mesh.collectives import all_gather, finish_rows, reduce_scatter
-        from parallel.mesh.runs import lengthened, start_runs
+        from parallel.mesh.exchange import lengthened, start_runs
 
         (tokens, choices), held = routing.expert_TK.shape, routing.probs_TE.shape[1] // self.axis.size
         place_TK = (self.places(routing) + 1).where(routing.kept_TK, 0)  # 0 for dropped choices, as for padding
