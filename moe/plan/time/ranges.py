@@ -14,7 +14,7 @@ from pathlib import Path
 from moe.plan.job.network import Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.time.collective_times import group_of
-from parallel import yaml_text
+from parallel.store import files
 from parallel.store.files import read_text
 
 FILE = Path(__file__).with_name("ranges.yaml")
@@ -55,7 +55,7 @@ class Range:
 @lru_cache
 def ranges() -> tuple[Range, ...]:
     """Return the Range of each group of published runs, the most specific group first."""
-    return tuple(Range(**{**each, "devices": tuple(each["devices"])}) for each in yaml_text.load(read_text(FILE)))
+    return tuple(Range(**{**each, "devices": tuple(each["devices"])}) for each in files.load(read_text(FILE)))
 
 
 def range_of(cluster: Cluster, plan: Plan) -> Range | None:
