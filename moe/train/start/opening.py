@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe.checks.begins import check_stays
-from moe.checks.not_recommended import not_recommended
+from moe.checks.pipeline import not_recommended
 from moe.checks.sequence import without_effect
 from moe.data import CorruptedTrain, Dataset, TrainSet, open_data
 from moe.data.remarks import LISTING, list_in, remark_lines
