@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from moe.experts.experts import MATRICES, Experts
 from moe.kernels.activation import activate
-from moe.model.initialize import FirstValues, SigmaOf, initialize, zero_buffers
-from moe.model.names import global_name
+from moe.model.initialize import FirstValues, SigmaOf, global_name, initialize, zero_buffers
 from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
 from moe.nn.blocks import Form
 from moe.nn.linear import FeedForward, Norm, normed, normed_in_fp32

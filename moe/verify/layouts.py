@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.checks.together import check_run
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import check_given, optimizer_of

@@ -20,7 +20,7 @@ from moe.checks.sequence import without_effect
 from moe.data import CorruptedTrain, Dataset, TrainSet, open_data
 from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.data.tokenizer import check_separator
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.nn.lora import trained
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare

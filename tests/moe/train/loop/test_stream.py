@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import Transformer, extra_state, moe_layers
 from moe.nn.context import Context
 from moe.parallelize.engines import decays
