@@ -24,8 +24,7 @@ from moe.plan.choose.predicted import held_bytes, settled, stack_on
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, load_cluster
 from moe.plan.memory.memory import memory
-from moe.plan.time.cost import step_time
-from moe.plan.time.ranges import range_of
+from moe.plan.time.cost import range_of, step_time
 from moe.plan.time.stage_time import pictured, timeline
 from moe.recipe.keys import flat
 from moe.recipe.load import RECIPES, load

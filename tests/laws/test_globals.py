@@ -83,7 +83,7 @@ CACHED = {
     "moe/plan/memory/temporary.py: outside_of": "elements and bytes follow from the sizes that are its arguments",
     "moe/plan/time/pipeline_time.py: _tails": "the end of an order follows from the sizes that are its arguments",
     "moe/plan/machine/device.py: _product": "likewise",
-    "moe/plan/time/ranges.py: ranges": "of the shipped file alone",
+    "moe/plan/time/cost.py: ranges": "of the shipped file alone",
     "moe/plan/job/in_flight.py: in_flight": "what a schedule of these sizes holds",
     "moe/plan/job/in_flight.py: _found": "what a schedule of these sizes holds",
     "parallel/pipeline/schedules/interleaved.py: _peaks": "what interleaved stages of these sizes hold",
