@@ -1,6 +1,6 @@
 """Lists layouts that combine all kinds of parallelism (`moe verify --kinds hybrid --nproc 8`). Needs no torch.
 
-A row has one value of each feature in FACTORS, and is tested as one case (a model in a layout). moe/verify/pairwise.py chooses rows so that
+A row has one value of each feature in FACTORS, and is tested as one case (a model in a layout). `cover` chooses rows so that
 every two values of different features occur together in at least one row, unless the checks of recipes refuse this pair. The degree of dp
 is the number of ranks divided by pp * tp * sp; ep and etp use the same ranks as the other axes.
 

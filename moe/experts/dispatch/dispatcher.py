@@ -160,7 +160,7 @@ class Exchange(ABC):
         return self.axes[0]
 
     def places(self, routing: Routing, order: tuple[int, ...] | None = None) -> Tensor:
-        """Return for each choice the place of its expert: the position in the order in which ranks hold experts (placement.py), int64 [T,
+        """Return for each choice the place of its expert: the position in the order in which ranks hold experts, int64 [T,
         K]. `order`: new numbers of the places; place order[i] gets number i. None: the numbers stay."""
         import torch
 

@@ -2,7 +2,7 @@
 
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
     sliced       an all-gather before, and a reduce-scatter after, attention and the feed-forward network, forward and backward
-    2d, 2.5d, 3d bytes as in grid_bytes.py; each matrix product sends one message for each column of the grid
+    2d, 2.5d, 3d bytes by the formulas below; each matrix product sends one message for each column of the grid
     MoE layers   tokens that tp ranks divide among them (`sharing`); choices in router groups that extend over several ranks (`grouping`)
     sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp

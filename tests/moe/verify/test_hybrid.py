@@ -139,7 +139,7 @@ def test_case_of_names_the_number_of_processes_that_a_row_needs() -> None:
     assert case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=None).world == 32  # tp 8, pp 2, dp 2
 
 
-# --- pairwise.py ----------------------------------------------------------------------------------------------------------
+# --- cover ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 4, 2, 5), (6, 2, 3, 3, 2)])
