@@ -8,7 +8,7 @@
         optimizer.step()
 
 In one process the body runs four times from the same weights, optimizer states and random numbers: three times with sums in other orders
-(in other orders of summation) to measure rounding, then once unchanged. In several processes it runs once. Hooks are removed after the loop.
+to measure rounding, then once unchanged. In several processes it runs once. Hooks are removed after the loop.
 
 These values are recorded, in the order in which they occur: weights and buffers before the step; inputs and outputs of every call of every
 module; gradients of outputs; each parameter's gradient after backward on this rank ("local gradient"), and at the beginning of
