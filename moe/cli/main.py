@@ -19,14 +19,12 @@ from moe.cli import verbs
 from moe.cli.flags import read_words
 from moe.cli.help import print_bench, print_completion, print_help, print_list, print_verbs
 from moe.cli.run import call
-from moe.cli.run.bench import about_bench, arguments_of_main, bench, bench_file, bench_names
-from moe.cli.run.published import with_recipe
-from moe.cli.run.recipes import plan, recipes, show
-from moe.cli.run.runs import convert, evaluate, generate, report, verify
+from moe.cli.run.recipes import plan, recipes, show, with_recipe
+from moe.cli.run.runs import about_bench, arguments_of_main, bench, bench_file, bench_names, convert, evaluate, generate, report, verify
 from moe.cli.run.train import rehearse, train
 from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
-from moe.recipe.overrides import take_overrides
+from moe.recipe.section import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless, some
 from parallel.store.files import check_writable, user_path
 

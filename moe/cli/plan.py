@@ -1,8 +1,12 @@
-"""`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time."""
+"""`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time.
+
+`moe plan A --compare B --cluster NAME`: predicts time and memory of two recipes, without a search, and compares them part by part.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,12 @@ from moe.plan.choose.predicted import held_bytes, settled, stack_on
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, load_cluster
 from moe.plan.memory.memory import memory
-from moe.plan.time.cost import step_time
-from moe.plan.time.ranges import range_of
+from moe.plan.time.cost import range_of, step_time
 from moe.plan.time.stage_time import pictured, timeline
 from moe.recipe.keys import flat
 from moe.recipe.load import RECIPES, load
 from moe.recipe.sections import Run
-from parallel.errors import BadInput, counted
+from parallel.errors import BadInput, counted, some
 from parallel.fixes import put
 from parallel.store.files import check_writable, write_text
 
@@ -39,8 +42,6 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
     machines = load_cluster(flags.cluster)
     run = settled(asked, machines)
     if flags.compare is not None:
-        from moe.cli.plan_compare import table
-
         other = settled(load(flags.compare, overrides)[0], machines)
         names = f"{flags.recipe}, {_batch(run)}", f"{flags.compare}, {_batch(other)}"
         both = _as_is(run, machines), _as_is(other, machines)
@@ -269,3 +270,44 @@ def _row(made: Planned, one: Ranked) -> dict[str, Any]:
     about: dict[str, Any] = {"seconds": one.seconds, "range": known and [known.low * one.seconds, known.high * one.seconds]}
     about |= {"held_bytes": one.held_bytes, "advice": one.advice, "tight": made.tight(one)}
     return {"plan": described(one.plan), **plan, **about, **made.speed(one)._asdict(), **parts}
+
+
+_GIB = 2**30
+
+
+def table(names: tuple[str, str], plans: tuple[Planned, Planned]) -> list[str]:
+    """Return lines of text: the keys in which the two recipes A and B differ, then a row with A, B and B / A for each predicted quantity.
+    names: the printed names of A and B. plans: the predictions for A and for B, each with one ranked plan."""
+    first, second = (flat(made.runs[0]) for made in plans)
+    differ = [key for key, value in first.items() if second[key] != value]
+    bests = [made.found.ranked[0] for made in plans]
+    lines = [f"{letter}: {name}: {described(best.plan)}" for letter, name, best in zip("AB", names, bests, strict=True)]
+    lines.append(f"different keys: {some(differ) if differ else 'none'}")
+    lines += ["", f"{'':<28} {'A':>12} {'B':>12} {'B / A':>7}"]
+    each = list(zip(plans, bests, strict=True))
+    times = [made.time(best.plan).parts for made, best in each]
+    held = [{name: size / _GIB for name, size in made.memory(best.plan).parts.items()} for made, best in each]
+    speeds = [made.speed(best) for made, best in each]
+    lines.append(_line("s a step", bests[0].seconds, bests[1].seconds))
+    lines += _parts(*times)
+    lines.append(_line("tokens/s", speeds[0].tokens_per_s, speeds[1].tokens_per_s))
+    lines.append(_line("TFLOP/s of a device", speeds[0].tflops, speeds[1].tflops))
+    lines.append(_line("GiB on the fullest rank", bests[0].held_bytes / _GIB, bests[1].held_bytes / _GIB))
+    lines += _parts(*held)
+    limit = plans[0].cluster.memory_bytes() / _GIB
+    lines += [f"{letter} does not fit {limit:.4g} GiB" for letter, made in zip("AB", plans, strict=True) if not made.found.fitting]
+    return lines
+
+
+def _parts(first: Mapping[str, float], second: Mapping[str, float]) -> list[str]:
+    """Return a line for each part of the time or memory, except parts below 0.5 % of the larger total in both plans. first, second: name
+    of the part -> seconds or GiB."""
+    names = dict.fromkeys((*first, *second))
+    least = 0.005 * max(sum(first.values()), sum(second.values()))
+    both = ((name, first.get(name, 0.0), second.get(name, 0.0)) for name in names)
+    return [_line(f"  {name}", one, other) for name, one, other in both if max(one, other) >= least]
+
+
+def _line(name: str, one: float, other: float) -> str:
+    first, second = (f"{size:,.0f}" if size >= 1000 else f"{size:.4g}" for size in (one, other))
+    return f"{name:<28} {first:>12} {second:>12} {f'{other / one:.2f}' if one else '':>7}".rstrip()

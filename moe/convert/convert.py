@@ -22,7 +22,7 @@ from moe.checks.together import check_together
 from moe.convert.checks import Settings, check_convertible, even_gate_sum, experts_of, gate_sum, layers_that, parts
 from moe.convert.layers import Conversion, Values, feed_forward
 from moe.launch import exit_codes
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import Transformer, extra_state
 from moe.nn.context import Context
 from moe.parallelize.build import build

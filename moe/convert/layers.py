@@ -5,7 +5,7 @@
     shrunk      experts to fewer experts, or to one dense network        moe/convert/upcycle.py: merge, prune
 
 The conversion is refused if the new model does not use a tensor of the source, or if the source lacks a tensor that would be copied. Names
-of tensors are their names in checkpoints (moe/model/names.py).
+of tensors are their names in checkpoints (moe/model/initialize.py).
 """
 
 from __future__ import annotations

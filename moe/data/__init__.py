@@ -3,7 +3,7 @@
 text            corpus.py: documents, each for train or validation -> tokenizer.py: ids -> tokens.py: memory-mapped files, built once
 chats           chat.py: ids, and whether each is predicted -> chats.py: files; several chats packed into a sequence
 token ids       ids.py: files of other programs, read in place; given.py: samples from a user's program
-every step      order.py: the sequences that it reads; mixture.py: several sources with weights; span_corruption.py: hidden spans
+every step      order.py: the sequences that it reads; of several sources, with weights; span_corruption.py: hidden spans
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from moe.data.chats import open_chats, sequences_of
 from moe.data.corpus import find_corpus
 from moe.data.given import Stream, open_given
 from moe.data.ids import open_ids
-from moe.data.mixture import MixedTrain, MixedValidation
-from moe.data.order import TrainSet, ValidationSet, Windows
+from moe.data.order import MixedTrain, MixedValidation, TrainSet, ValidationSet, Windows
 from moe.data.remarks import with_left_out
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.tokenizer import Bytes, Ids, Tokenizer, load

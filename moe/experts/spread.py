@@ -26,8 +26,8 @@ from moe.nn.context import Context
 from moe.router.checks import group_size
 from moe.router.slices import Shards, shards_of
 from parallel.mesh.collectives import sum_over
+from parallel.mesh.exchange import cut_runs, join_runs
 from parallel.mesh.mesh import Axis
-from parallel.mesh.runs import cut_runs, join_runs
 
 if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec

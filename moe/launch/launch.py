@@ -278,7 +278,7 @@ def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool],
 
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:
-    from moe.train.start.out_of_memory import did_not_fit
+    from moe.train.start.prediction import did_not_fit
     from parallel.process import process
 
     world = process.read_environment()

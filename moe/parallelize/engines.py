@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport
-from moe.model.names import is_bias, is_stack_of_biases
+from moe.model.initialize import is_bias, is_stack_of_biases
 from moe.model.transformer import Output, Transformer
 from moe.nn.linear import Linear
 from moe.parallelize.curvature import watched

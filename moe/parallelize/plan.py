@@ -13,7 +13,7 @@ from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.experts import HIDDEN_DIM
 from moe.experts.layer import MoELayer
 from moe.experts.spread import Columns, Copies, Exchange, Spread
-from moe.model.names import stack_of, tiled_dim
+from moe.model.initialize import stack_of, tiled_dim
 from moe.recipe import sections
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.layout import Layout

@@ -16,8 +16,7 @@ from typing import Literal
 import numpy as np
 
 from moe.recipe.sections import Run
-from moe.records.course import Found, course, spikes
-from moe.records.windows import Window
+from moe.records.windows import Found, Window, course, spikes
 from moe.router.checks import looks_ahead
 from moe.router.methods.catalog import method_of
 

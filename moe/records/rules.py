@@ -41,8 +41,7 @@ from moe.records.conditions import (
     swings,
     too_fast,
 )
-from moe.records.course import Found
-from moe.records.windows import Filling, Window, window_length, windows_of
+from moe.records.windows import Filling, Found, Window, window_length, windows_of
 from moe.router.checks import looks_ahead, only_second_choices_look_ahead
 from moe.router.methods.catalog import method_of
 from parallel.errors import plain

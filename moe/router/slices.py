@@ -21,9 +21,9 @@ from torch import Tensor
 
 from moe.nn.context import Context
 from parallel.mesh.collectives import all_gather, sum_over
+from parallel.mesh.exchange import lengthened
 from parallel.mesh.host import on_device
 from parallel.mesh.mesh import Axis
-from parallel.mesh.runs import lengthened
 
 # T tokens on this rank, B sequences, L tokens of each on a rank of sp, S tokens of a whole sequence, G = B S tokens of all ranks
 

@@ -15,6 +15,8 @@ A Bound is measured by Monte Carlo arithmetic (Parker 1997). The twin runs in fp
 would round is multiplied by a random factor. The factor differs from 1 by at most the unit roundoff: 2^-8 in bf16, 2^-11 in fp16. The bound
 is twice the largest deviation in DRAWS such runs. More runs, up to MOST_DRAWS, are made only if a case exceeds the bound so far: a token
 that is nearly tied between two experts changes its expert only in some runs.
+
+Computes the five deviations in a table row of `moe verify`: how far a run's losses, gradients and weights are from a reference run's.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe.kernels.products import PRODUCTS
 from moe.verify.cases import LINES, Case
-from moe.verify.compare import NUMBERS, compare, gradient_deviations
 from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
@@ -37,6 +39,49 @@ from moe.verify.twin import Result, reference, updated
 from parallel.data.kinds.catalog import PLAIN
 from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
+
+NUMBERS = ("loss", "gradient", "norm", "update", "ten_step")
+
+
+def deviation(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """Return max |a - b| / max(max |b|, floor). It is 0 for equal tensors, and inf if shapes differ or a is not finite."""
+    if a.shape != b.shape or not bool(a.isfinite().all()):
+        return float("inf")
+    difference, scale = (a.double() - b.double()).abs().max().item(), max(b.abs().max().item(), floor)
+    return 0.0 if not difference else difference / scale if scale else math.inf
+
+
+def _relative(a: float, b: float) -> float:
+    if not math.isfinite(a):  # Python's max() would ignore a NaN
+        return math.inf
+    return 0.0 if a == b else abs(a - b) / abs(b) if b else math.inf
+
+
+def gradient_deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """Return a dict: parameter -> deviation of its gradient. The divisor is the gradient's largest element, but at least 1/1000 of the
+    largest element of all gradients. Otherwise rounding in a tiny gradient would be a large deviation. got, want: parameter -> gradient, of
+    the tested run and of the reference."""
+    largest = max(g.abs().max().item() for g in want.values())
+    return {name: deviation(got[name], gradient, 1e-3 * largest) for name, gradient in want.items()}
+
+
+def compare(got: Result, want: Result) -> dict[str, float]:
+    """Return a dict: name in NUMBERS -> largest relative deviation. got, want: results of the tested run and of the reference. All
+    deviations are inf if a gradient or a weight is missing.
+
+    "loss", "gradient", "norm" and "update" are deviations in step 0: of the loss and the balance loss, of each parameter's gradient, of the
+    gradient norm, and of each weight after the step. "ten_step" is the deviation of the losses of all steps.
+    """
+    if got.gradients.keys() != want.gradients.keys() or not want.weights.keys() <= got.weights.keys():
+        return dict.fromkeys(NUMBERS, math.inf)
+    return {
+        "loss": max(_relative(got.losses[0], want.losses[0]), _relative(got.balance, want.balance)),
+        "gradient": max(gradient_deviations(got.gradients, want.gradients).values()),
+        "norm": _relative(got.norm, want.norm),
+        "update": max(deviation(got.weights[n], w) for n, w in want.weights.items()),
+        "ten_step": max(_relative(a, b) for a, b in zip(got.losses, want.losses, strict=True)),
+    }
+
 
 FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # numbers of micro-batches into which `reorderings` splits a batch

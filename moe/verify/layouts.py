@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from moe.checks.together import check_run
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import check_given, optimizer_of
 from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
-from moe.train.loop.step import accumulate, finish
-from moe.train.loop.stream import stream
+from moe.train.loop.step import accumulate, finish, stream
 from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.numbers import LayerNumbers, Numbers
 from moe.train.start.state import extra_owned

@@ -21,8 +21,7 @@ import yaml
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.verify.cases import Case, as_written
-from moe.verify.compare import NUMBERS
-from moe.verify.expected import Expected, twin_of
+from moe.verify.expected import NUMBERS, Expected, twin_of
 from moe.verify.layouts import run_world
 from moe.verify.random_recipe import Draw, Refusal, Values, draw, smaller
 from moe.verify.small import known, not_in_the_twin

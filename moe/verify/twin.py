@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.model.initialize import FirstValues, alone, initialize, sigma_of
-from moe.model.names import global_name
+from moe.model.initialize import FirstValues, alone, global_name, initialize, sigma_of
 from moe.model.transformer import Transformer, extra_state
 from moe.nn.lora import adapt
 from moe.parallelize.plan import lay_out

@@ -21,8 +21,7 @@ import torch
 from moe.launch import exit_codes
 from moe.records.results import source_commit
 from moe.verify.cases import Case
-from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import Expected, computed_in_background, rounds, twin_of
+from moe.verify.expected import NUMBERS, Expected, compare, computed_in_background, rounds, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, covering_few, described
 from moe.verify.kinds import KINDS, cases, recipe_cases, rows_with
 from moe.verify.layouts import Ran, run_world

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from moe.verify.cases import Case
-from moe.verify.compare import deviation
-from moe.verify.expected import DRAWS, FP32_TOLERANCE, Expected, alone, reorderings, rounds
+from moe.verify.expected import DRAWS, FP32_TOLERANCE, Expected, alone, deviation, reorderings, rounds
 from moe.verify.layouts import LAST, compute
 from moe.verify.plain.model import Rounding
 from moe.verify.tape import AGAIN, TAPED, Step, Tape

@@ -29,7 +29,7 @@ from parallel.data.deepspeed import dense_axis, set_groups, start_deepspeed, wit
 from parallel.data.engine import MOMENTS, AdamW, Load, OfStages, Rule, Working
 from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
-from parallel.data.rate import at_rate
+from parallel.data.stepped import at_rate
 from parallel.mesh.gradients import Bucket, StartedSum, data_axis, start_sum
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh

@@ -21,7 +21,7 @@ from parallel.data.engine import MOMENTS, Engine, Load
 from parallel.data.stepped import Stepped
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac, Linear
-from parallel.optim.step import AdamWExcept, Group, decay_and_subtract
+from parallel.optim.shared import AdamWExcept, Group, decay_and_subtract
 
 
 class Grafted(AdamWExcept):

@@ -10,7 +10,7 @@
     shift            shift in the other direction
 
 On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 or wider; all other sums are
-in the tensor's dtype. parallel/mesh/runs.py has the inverse of join_copies, parallel/mesh/traffic.py counts calls and bytes.
+in the tensor's dtype. parallel/mesh/exchange.py has the inverse of join_copies, parallel/mesh/traffic.py counts calls and bytes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.collectives import sum_over
-from parallel.optim.step import Group, PerWeight, decay_and_subtract
+from parallel.optim.shared import Group, PerWeight, decay_and_subtract
 
 ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"  # names of the optimizer states: R and C; V of a vector
 DECAY = 0.8  # in step t, the newest squares have weight t^-DECAY in the running means

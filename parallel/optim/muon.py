@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from parallel.data.engine import MOMENTS, Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.sgd import MOMENTUM, updated_momentum
-from parallel.optim.shared import Stack, shared
-from parallel.optim.step import AdamWExcept, Group, decay_and_subtract
+from parallel.optim.shared import AdamWExcept, Group, Stack, decay_and_subtract, shared
 
 A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's coefficients a, b and c of the iteration
 ITERATIONS = 5

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Whole
-from parallel.optim.step import Group, PerWeight, decay_and_subtract
+from parallel.optim.shared import Group, PerWeight, decay_and_subtract
 
 MOMENTUM = "momentum"  # name of the optimizer state M
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from parallel.data.tiling import Multiply, by, without_tiles
 from parallel.mesh.collectives import Messages, all_to_all, gathered, paired, sum_over
+from parallel.mesh.exchange import run_lengths
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
-from parallel.mesh.runs import run_lengths
 from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import Shape, Style
 

@@ -15,7 +15,7 @@ from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.nn.context import Context
 from moe.parallelize.build import build
-from moe.plan.time.grid_bytes import DenseLayer
+from moe.plan.time.layer_messages import DenseLayer
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.results import write_json

@@ -6,7 +6,7 @@ P: number of elements of all matrices
          weights   elements sent forward                     elements sent backward
 1d       P / t     2 all-reduces: 4 (t-1)/t N D              the same
 sliced   P / t     2 all-gathers, 2 reduce-scatters: as 1d   the same; reduce-scatters are in fp32
-2d       P / q^2   moe/plan/time/grid_bytes.py               moe/plan/time/grid_bytes.py
+2d       P / q^2   moe/plan/time/layer_messages.py               moe/plan/time/layer_messages.py
 2.5d     P / q^2   the same                                  the same
 3d       P / q^3   the same                                  the same
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from moe.plan.time.grid_bytes import WIDE, DenseLayer, sent
+from moe.plan.time.layer_messages import WIDE, DenseLayer, sent
 from parallel.mesh.grids import Grid
 
 

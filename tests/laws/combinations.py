@@ -11,8 +11,7 @@ from pathlib import Path
 
 from moe.cli.run import write_rows
 from moe.launch import exit_codes
-from moe.verify.hybrid import FACTORS, Idle, case_of, completed
-from moe.verify.pairwise import Pair, every_pair
+from moe.verify.hybrid import FACTORS, Idle, Pair, case_of, completed, every_pair
 from parallel.errors import BadInput
 from parallel.store.files import write_text
 from tests.laws.refusals import listed, reason_of, refusals

@@ -19,8 +19,7 @@ from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run, load
-from moe.verify.hybrid import case_of, completed
-from moe.verify.pairwise import Pair
+from moe.verify.hybrid import Pair, case_of, completed
 from parallel.errors import BadInput
 from parallel.fixes import put
 

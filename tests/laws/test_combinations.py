@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe.recipe.load import build_run
-from moe.verify.hybrid import FACTORS
-from moe.verify.pairwise import Pair, every_pair
+from moe.verify.hybrid import FACTORS, Pair, every_pair
 from parallel.errors import BadInput
 from tests.laws import combinations
 from tests.laws.combinations import Judged, judge_pairs, main, page

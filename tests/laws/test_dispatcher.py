@@ -32,7 +32,7 @@ from moe.recipe.load import build_run, load
 from moe.router.routing import Routing
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.kinds import cases
 from parallel.errors import BadInput
 from parallel.mesh.collectives import shift

@@ -21,7 +21,7 @@ import pytest
 from moe.checks.advice import check_for_user
 from moe.cli import main as cli
 from moe.cli.flags import read_words
-from moe.cli.run.bench import arguments_of_main, bench_file, bench_names
+from moe.cli.run.runs import arguments_of_main, bench_file, bench_names
 from moe.cli.simulate import simulated
 from moe.cli.verbs import RECIPE_VERBS, VERBS
 from moe.convert.huggingface.families import FAMILIES
@@ -29,8 +29,8 @@ from moe.launch import exit_codes
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.keys import flat, known_keys
 from moe.recipe.load import load
-from moe.recipe.overrides import take_overrides
-from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import PRESETS
+from moe.recipe.section import take_overrides
 from moe.recipe.sections import Run
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from tests.campaigns import faults

@@ -27,7 +27,7 @@ from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from parallel.data.engine import Rule
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.data.kinds.kind import EngineKind, Setup
@@ -130,9 +130,8 @@ def test_two_ranks_train_as_one_process_does(three_steps: None) -> None:
 MAY_NAME = {
     "moe/checks/together.py": "experts.zero, another key",
     "moe/checks/frozen.py": "a fix that sets sharding.kind",
-    "moe/plan/choose/degrees.py": "what bounds the degrees that a planner tries",
+    "moe/plan/choose/candidates.py": "what bounds the degrees that a planner tries",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
-    "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/plan/search/runnable.py": "presets of what a planner tries",
     "moe/verify/cases.py": "rows",
     **{f"moe/verify/rows/{name}.py": "rows" for name in ("data", "expert", "pipeline", "sequence", "tensor")},

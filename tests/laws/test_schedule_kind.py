@@ -26,7 +26,7 @@ from moe.plan.time.pipeline_time import homes_at, pipeline_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import expected, layouts, twin
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.kinds import cases
 from parallel.errors import BadInput
 from parallel.fixes import Set
@@ -197,7 +197,6 @@ MAY_NAME = {
     "moe/recipe/sections/layout.py": "the default",
     "moe/plan/job/network.py": "the default",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
-    "moe/plan/choose/degrees.py": "what bounds the degrees that a planner tries",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/cli/energy.py": "EnvPipe is made for 1F1B",
     "parallel/pipeline/energy/plan_file.py": "the example of a file",

@@ -25,7 +25,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from parallel.errors import BadInput
 from parallel.mesh.collectives import gather_into, scatter_sum_into
 from parallel.sequence.kinds import DEFAULT, SEQUENCES, Attention, Cost, Held, SequenceKind
@@ -138,9 +138,8 @@ def test_two_ranks_attend_as_one_process_does(two_steps: None) -> None:
 
 
 MAY_NAME = {
-    "moe/plan/choose/degrees.py": "what bounds the degrees that a planner tries",
+    "moe/plan/choose/candidates.py": "what bounds the degrees that a planner tries",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
-    "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/verify/cases.py": "rows",
     "moe/verify/rows/sequence.py": "rows",
     "moe/verify/rows/tensor.py": "rows",

@@ -99,7 +99,7 @@ def test_measurements_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
 import importlib
 from moe.bench.layers import dispatch, layers
 from moe.calibrate import calibrate, kernels, own_step
-from moe.cli.run.bench import bench_file, bench_names
+from moe.cli.run.runs import bench_file, bench_names
 
 for name in bench_names():
     importlib.import_module(f"moe.bench.{bench_file(name).parent.name}.{bench_file(name).stem}")

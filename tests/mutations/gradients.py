@@ -411,7 +411,7 @@ MUTATIONS = (
         replace(_ROWS, rows="all_gather"),
         (
             Edit("parallel.mesh.collectives:_wide_scattered_sum", _own_slice),
-            Edit("parallel.mesh.runs:start_scatter_sum", _own_slice_started),
+            Edit("parallel.mesh.exchange:start_scatter_sum", _own_slice_started),
         ),
     ),
     Mutation(

@@ -26,8 +26,7 @@ import tyro
 
 from moe.records.results import write_json
 from moe.verify.cases import Case
-from moe.verify.compare import NUMBERS
-from moe.verify.expected import Expected, twin_of
+from moe.verify.expected import NUMBERS, Expected, twin_of
 from moe.verify.layouts import Ran, run_world
 from moe.verify.verify import Say, judged, say_now
 from moe.verify.where import Deviation, Standard, last_module

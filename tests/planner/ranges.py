@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from moe.plan.time.ranges import FILE, Range, crosses_nodes
+from moe.plan.time.cost import FILE, Range, crosses_nodes
 from tests.planner.read_tables import Table
 from tests.planner.time import Predicted, cluster_of, predictions
 

@@ -8,7 +8,7 @@ import pytest
 
 from moe.plan.job.network import Plan
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.time.ranges import range_of, ranges
+from moe.plan.time.cost import range_of, ranges
 from tests.planner.planner import TABLES
 from tests.planner.ranges import GROUPS, NEWER, group, held_out, interval
 from tests.planner.read_tables import read_folder

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 import moe.kernels.triton as kernels
 from moe.kernels import triton_persistent
 from moe.kernels.rows import Plan
-from moe.kernels.triton import device, jitter, network, norm, router, routing, rows, wide
+from moe.kernels.triton import device, jitter, network, norm, router, routing, wide
 from moe.kernels.triton.router import Given, Together
 from moe.recipe.sections import Router, Swiglu
 from parallel.numerics.weight_gradient import linear
@@ -189,7 +189,7 @@ def main(capability: int, names: list[str]) -> None:
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.run = compile_instead(kernel, capability)
-    for module in (network, norm, rows, router, routing, jitter, wide, triton_persistent):
+    for module in (network, norm, routing, router, routing, jitter, wide, triton_persistent):
         module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
     device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
     triton_persistent.has_tma, triton_persistent.multiprocessors = lambda _: True, lambda _: 132  # type: ignore[assignment]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from parallel.kfac.fisher import BubbleWork, Placed, pack
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.simulator.bubbles import BubbleWork, Placed, pack
 from parallel.pipeline.simulator.simulate import Timeline
 from tests.support.plain_simulation import backward as backward_of
 

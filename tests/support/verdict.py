@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moe.checks.not_recommended import not_recommended
+from moe.checks.pipeline import not_recommended
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput

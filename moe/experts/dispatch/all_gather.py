@@ -51,7 +51,7 @@ class Gathered(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         from moe.experts.dispatch.network import Arrived, compute
         from parallel.mesh.collectives import all_gather, finish_rows, reduce_scatter
-        from parallel.mesh.runs import lengthened, start_runs
+        from parallel.mesh.exchange import lengthened, start_runs
 
         (tokens, choices), held = routing.expert_TK.shape, routing.probs_TE.shape[1] // self.axis.size
         place_TK = (self.places(routing) + 1).where(routing.kept_TK, 0)  # 0 for dropped choices, as for padding
@@ -97,7 +97,7 @@ class Gathered(Exchange):
 
     def _plan_held(self, place_AK: Tensor, *, held: int) -> Plan:
         """Return the plan of the choices that fall on this rank's `held` experts. `place_AK`: 1 + the place of each choice's expert
-        (placement.py); 0: a dropped choice, or padding."""
+        (dispatcher.py); 0: a dropped choice, or padding."""
         here_AK = place_AK - 1 - self.axis.index * held
         kept_AK = (place_AK > 0) & (here_AK >= 0) & (here_AK < held)
         plan: Plan = self.kernels.plan(here_AK.clamp(0, held - 1), kept_AK, num_experts=held)

@@ -28,7 +28,7 @@ from moe.kernels.network import Counts, Matrices, Network, aligned_start
 from moe.kernels.rows import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import ALIGNED, Tile, check_dtype, held_tiles, most_rows, on, rows_each, tile, torch_groups
-from moe.kernels.triton.rows import total
+from moe.kernels.triton.routing import total
 from parallel.mesh.host import on_device
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
 

@@ -3,7 +3,7 @@
     round 1    all sets of degrees (pp, tp, sp, dp, ep), each with a few values of the other settings   -> sets that can be the fastest
     round 2    these sets with every engine, schedule, tensor kind, micro-batch and etp                 -> the ranking
 
-Round 1 is in degrees.py. Round 2's time grows with its number of sets of degrees, not with the size of the cluster. Without round 1
+Round 1 is in candidates.py. Round 2's time grows with its number of sets of degrees, not with the size of the cluster. Without round 1
 (`num_degrees=None`, or if few sets are possible), round 2 tries all sets. The recipe's own plan is ranked among the others. All ranked
 plans pass the recipe's checks.
 """
@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple, get_args
 
-from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices
+from moe.plan.choose.candidates import FIRST, SMALL, Degrees, Space, candidates, degree_choices, fastest_degrees
 from moe.plan.choose.choose import TIGHT, Held, Ranked, Ranking, Refusals, Refused, choose, described
-from moe.plan.choose.degrees import FIRST, SMALL, fastest_degrees
 from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import held_bytes, stack_on

@@ -8,12 +8,20 @@
 
 The closed form of 1F1B is exact if all stages are equally slow, or if the last is the slowest; otherwise it overestimates. Sources:
 Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7 for bytes, GShard (2006.16668) for experts.
+
+Tells how far a measured step time may be from its prediction: ranges of measured / predicted seconds for groups of published runs
+(ranges.yaml).
+
+Each range was tested on published tables that were left out when it was computed. `python -m tests.planner ranges` writes the file, and
+tests/planner/ranges.py describes how.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import inf
+from pathlib import Path
 
 from moe.plan.job.counts import Elements, sizes_of
 from moe.plan.job.network import Network, Plan
@@ -23,6 +31,8 @@ from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, 
 from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
 from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
+from parallel.store import files
+from parallel.store.files import read_text
 
 
 @dataclass(frozen=True)
@@ -281,3 +291,57 @@ def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> t
         once = held.parameters / shared * plan.compute_bytes
         offload += 2 * plan.microbatches * once / (host if plan.offload_parameters == "cpu" else disk / ranks)
     return moved / cluster.device.bandwidth + flops / cluster.device.rate("fp32") + step, offload
+
+
+FILE = Path(__file__).with_name("ranges.yaml")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Range of measured / predicted seconds in a group of published runs.
+
+    runs: description of the group. devices: the group has devices whose name contains one of these words; empty: all devices. across:
+    whether data parallelism crosses nodes (None: both). low, high: ends of the range. held_out: fraction of a published table's runs that
+    lie within the range computed from all other tables, as a mean over tables. tables: number of tables in the group. rows: number of runs.
+    """
+
+    runs: str
+    devices: tuple[str, ...]
+    across: bool | None
+    low: float
+    high: float
+    held_out: float
+    tables: int
+    rows: int
+
+    def holds(self, device: str, *, across: bool) -> bool:
+        """Return whether a run belongs to this Range's group. device: the name of its devices. across: whether its data parallelism crosses
+        nodes."""
+        known = not self.devices or any(word in device.lower() for word in self.devices)
+        return known and self.across in (None, across)
+
+    def said(self, seconds: float) -> str:
+        """Return the range of a predicted time as text."""
+        return (
+            f"{self.low * seconds:.3g} to {self.high * seconds:.3g} s: {int(10 * self.held_out)} of 10 published runs "
+            f"{self.runs} were in a range computed from other tables"
+        )
+
+
+@lru_cache
+def ranges() -> tuple[Range, ...]:
+    """Return the Range of each group of published runs, the most specific group first."""
+    return tuple(Range(**{**each, "devices": tuple(each["devices"])}) for each in files.load(read_text(FILE)))
+
+
+def range_of(cluster: Cluster, plan: Plan) -> Range | None:
+    """Return the Range (measured / predicted seconds of a step) of published runs that are similar to this plan on this cluster. None for
+    CPU hosts, because there are no published runs on them."""
+    if cluster.cores:
+        return None
+    return next(each for each in ranges() if each.holds(cluster.device.name, across=crosses_nodes(cluster, plan)))
+
+
+def crosses_nodes(cluster: Cluster, plan: Plan) -> bool:
+    """Return whether gradients are summed over several nodes."""
+    return group_of(plan.dp * plan.sp, plan.tp, cluster.devices_per_node, plan.world).nodes > 1

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from moe.plan.pipeline import continuous, schedule_of
-from moe.train.loop.step import accumulate, finish
-from moe.train.loop.stream import stream
+from moe.train.loop.step import accumulate, finish, stream
 from moe.train.parts.learning_rate import learning_rate
 from moe.train.parts.numbers import Numbers
 from moe.train.start.job import Job
-from moe.train.start.out_of_memory import PASSES, STEP, during
 from moe.train.start.place import peak_later
+from moe.train.start.prediction import PASSES, STEP, during
 from parallel.mesh.collectives import sum_over
 from parallel.mesh.host import on_device
 from parallel.numerics.clip import GradientNorm

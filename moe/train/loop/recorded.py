@@ -17,7 +17,7 @@ from moe.train.loop.advance import Made
 from moe.train.loop.step import validation_loss
 from moe.train.parts.numbers import LayerNumbers
 from moe.train.start.job import Job
-from moe.train.start.out_of_memory import EVALUATION, during
+from moe.train.start.prediction import EVALUATION, during
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set, Words
 from parallel.mesh.collectives import largest

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe.checks.begins import check_stays
-from moe.checks.not_recommended import not_recommended
+from moe.checks.pipeline import not_recommended
 from moe.checks.sequence import without_effect
 from moe.data import CorruptedTrain, Dataset, TrainSet, open_data
 from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.data.tokenizer import check_separator
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.nn.lora import trained
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
@@ -41,14 +41,13 @@ from moe.records.rules import Live
 from moe.records.summary import count
 from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
-from moe.train.parts.callbacks import Callbacks
+from moe.train.parts.callbacks import Callbacks, Own, the_same
 from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.rebalance import Rebalancer, nothing_to_move
 from moe.train.start import state
 from moe.train.start.job import Job, Saves, Training
-from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
-from moe.train.start.own import Own, the_same
 from moe.train.start.place import make_writable, set_aside
+from moe.train.start.prediction import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.restore import base_of, check_base, described, moved_base
 from moe.train.start.restore import whole as whole_model
 from moe.train.start.resume import KEPT, Resumed, pass_on

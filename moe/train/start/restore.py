@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from moe.checks.begins import another_run, no_base
-from moe.model.names import depth_ahead, global_name
+from moe.model.initialize import depth_ahead, global_name
 from moe.model.transformer import Transformer
 from moe.nn.lora import adapted, pair_of
 from moe.parallelize.build import build

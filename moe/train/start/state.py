@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe.checks.begins import no_checkpoint
 from moe.experts.experts import Experts
-from moe.model.names import AHEAD, global_name
+from moe.model.initialize import AHEAD, global_name
 from moe.model.transformer import extra_state, moe_layers
 from moe.nn.blocks import Blocks
 from moe.nn.linear import Linear

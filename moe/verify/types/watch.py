@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe.experts.layer import MoELayer
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import Block, extra_state
 from moe.nn.attention import Attention
 from moe.nn.latent import LatentAttention

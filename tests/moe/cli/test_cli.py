@@ -28,12 +28,12 @@ from moe.cli import doctor, verbs
 from moe.cli import main as cli
 from moe.cli.flags import read_words
 from moe.cli.help import SHELLS, about
-from moe.cli.run import bench
+from moe.cli.run import runs
 from moe.launch import launch, start
 from moe.launch.arguments import Arguments, parse
 from moe.recipe.keys import flat, known_keys
 from moe.recipe.load import RECIPES, load, published_names, recipe_names
-from moe.recipe.overrides import take_overrides
+from moe.recipe.section import take_overrides
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
@@ -295,7 +295,7 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
     (tmp_path / "runs/a/metrics.jsonl").touch()
     (tmp_path / "bench/layers").mkdir(parents=True)
     (tmp_path / "bench/layers/how_fast.py").write_text("import torch\ndef main(*, steps: int = 3, json=None):\n    return 0\n")
-    monkeypatch.setattr(bench, "BENCHES", tmp_path / "bench")
+    monkeypatch.setattr(runs, "BENCHES", tmp_path / "bench")
     assert cli.main(["generate", "runs/a", "--tokens", "5"]) == 0
     assert cli.main(["report", "runs/a"]) == 0
     kinds = "data,expert,tensor,sequence,pipeline,hybrid"
@@ -347,7 +347,7 @@ def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
     (tmp_path / "layers/how_fast.py").write_text(
         '"""How fast.\n\nHow it is timed.\n"""\ndef main(*, steps: int = 3, json=None):\n    return 0\n'
     )
-    monkeypatch.setattr(bench, "BENCHES", tmp_path)
+    monkeypatch.setattr(runs, "BENCHES", tmp_path)
     assert cli.main(["bench", "how-fast", "--seeds", "4"]) == 2 and not called
     assert "--seeds: got --seeds for how-fast, needed a flag of how-fast: --steps, --json" in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0 and re.search(r"\n  how-fast  How fast\.\n$", capsys.readouterr().out)
@@ -358,11 +358,11 @@ def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
 
 def test_a_measurement_that_moved_to_a_checkout_is_there() -> None:
     """For a measurement that moved to the tests, the fix is a command whose module or folder exists."""
-    for module, names in bench.MOVED.items():
+    for module, names in runs.MOVED.items():
         for name in names.split():
             place = RECIPES.parent / module.replace(".", "/") / name.replace("-", "_")
             assert place.with_suffix(".py").exists() or place.is_dir(), f"{module} {name}"
-            assert name not in bench.bench_names()
+            assert name not in runs.bench_names()
 
 
 def test_a_run_folder_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

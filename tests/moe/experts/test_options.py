@@ -15,7 +15,7 @@ from moe.checks.together import check_run
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
 from tests.support.twins import three_steps_of

@@ -21,7 +21,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Experts, Router
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.process import World

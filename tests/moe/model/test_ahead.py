@@ -19,7 +19,7 @@ from moe.parallelize.build import save_memory
 from moe.recipe.load import build_run
 from moe.recipe.sections import Experts, Model, Recompute, Router, Run, Tiling
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.layouts import compute, run_world
 from moe.verify.small import LINEAR
 from moe.verify.twin import reference

@@ -22,7 +22,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Model, Rope, Run, Scales
 from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
 from tests.support.twins import three_steps_of

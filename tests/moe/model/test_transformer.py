@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.model.initialize import FirstValues, alone, initialize
-from moe.model.names import global_name
+from moe.model.initialize import FirstValues, alone, global_name, initialize
 from moe.model.transformer import Block, Output, Transformer, moe_layers
 from moe.nn.attention import Attention, RelativeBias
 from moe.nn.context import Context

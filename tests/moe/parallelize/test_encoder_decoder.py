@@ -17,8 +17,7 @@ from moe.plan.pipeline import schedule_of
 from moe.recipe.load import build_run
 from moe.recipe.shapes import divisible_inputs, spans_of
 from moe.verify.cases import Case
-from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import FP32_TOLERANCE, twin_of
+from moe.verify.expected import FP32_TOLERANCE, NUMBERS, compare, twin_of
 from moe.verify.layouts import run_world
 from moe.verify.twin import Result, reference
 from parallel.errors import BadInput

@@ -24,7 +24,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.train.start.restore import restore
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.layouts import compute, run_world
 from moe.verify.twin import reference
 from parallel.errors import BadInput

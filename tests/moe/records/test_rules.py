@@ -18,13 +18,12 @@ from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.launch import exit_codes
 from moe.recipe.load import build_run, load, published_names, recipe_names
-from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import PRESETS
 from moe.recipe.sections import Run
 from moe.records.conditions import LASTING
-from moe.records.course import LEAST_STEPS
 from moe.records.rules import RULES, Finding, Live, Rule, diagnose
 from moe.records.tracker import scalars
-from moe.records.windows import window_length
+from moe.records.windows import LEAST_STEPS, window_length
 from moe.report.page import page_text
 from parallel.fixes import Set
 from tests.support import trained

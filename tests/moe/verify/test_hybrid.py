@@ -12,9 +12,22 @@ import pytest
 from moe.checks.together import check_run
 from moe.verify import hybrid
 from moe.verify.cases import Case
-from moe.verify.hybrid import FACTORS, WORLD, Idle, case_of, covering, covering_few, described, few_of
+from moe.verify.hybrid import (
+    FACTORS,
+    WORLD,
+    Choice,
+    Covering,
+    Idle,
+    case_of,
+    cover,
+    covering,
+    covering_few,
+    described,
+    every_pair,
+    few_of,
+    together,
+)
 from moe.verify.kinds import KINDS, cases
-from moe.verify.pairwise import Choice, Covering, cover, every_pair, together
 from parallel.errors import BadInput
 
 
@@ -126,7 +139,7 @@ def test_case_of_names_the_number_of_processes_that_a_row_needs() -> None:
     assert case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=None).world == 32  # tp 8, pp 2, dp 2
 
 
-# --- pairwise.py ----------------------------------------------------------------------------------------------------------
+# --- cover ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 4, 2, 5), (6, 2, 3, 3, 2)])

@@ -17,7 +17,7 @@ import yaml
 from moe.recipe.keys import field_of, known_keys
 from moe.verify import random_recipe, random_runs
 from moe.verify.cases import Case, as_written
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.kinds import recipe_cases
 from moe.verify.layouts import compute
 from moe.verify.plain import model

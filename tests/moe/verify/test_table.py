@@ -11,7 +11,7 @@ import pytest
 from moe.verify import table as table_module
 from moe.verify import verify
 from moe.verify.cases import Case
-from moe.verify.compare import NUMBERS
+from moe.verify.expected import NUMBERS
 from moe.verify.kinds import KINDS, cases
 from moe.verify.table import Table
 from parallel.errors import BadInput

@@ -32,8 +32,7 @@ from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
 from moe.verify.cases import LINES, MODELS, ROUTERS, SLICED, Case, attentions
-from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import Expected, alone, computed_in_background, own_order, reorderings, twin_of
+from moe.verify.expected import NUMBERS, Expected, alone, compare, computed_in_background, own_order, reorderings, twin_of
 from moe.verify.in_parts import in_parts
 from moe.verify.kinds import cases
 from moe.verify.layouts import compute

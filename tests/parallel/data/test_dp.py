@@ -27,7 +27,7 @@ from dataclasses import replace
 from moe.train.loop.step import accumulate, finish
 from moe.verify.plain.batches import batch
 from moe.verify.cases import BATCH, Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.layouts import compute
 from moe.verify.twin import reference
 from parallel.data.dp import Replicas, _Meeting

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.verify.cases import Case
 from parallel.data.ddp import DDP
 from parallel.data.deepspeed import load_deepspeed

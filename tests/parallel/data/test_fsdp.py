@@ -17,8 +17,7 @@ import torch._dynamo  # imported by fully_shard: here once, instead of in every 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe.model.initialize import FirstValues
-from moe.model.names import global_name
+from moe.model.initialize import FirstValues, global_name
 from moe.recipe.sections import Offload
 from moe.verify.cases import Case
 from moe.verify.layouts import owned

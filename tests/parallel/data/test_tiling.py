@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moe.checks.together import check_run
 from moe.experts.experts import Experts
 from moe.kernels import choose
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward

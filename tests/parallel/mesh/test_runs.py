@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from parallel.mesh.exchange import cut_runs, join_runs, run_lengths
 from parallel.mesh.mesh import Axis, Degrees
-from parallel.mesh.runs import cut_runs, join_runs, run_lengths
 from parallel.process import process
 from parallel.process.process import World
 from tests.support.ranks import run_on_ranks

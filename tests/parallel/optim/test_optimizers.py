@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallel.data.engine import AdamW, Rule
-from parallel.data.rate import at_rate
+from parallel.data.stepped import at_rate
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.mesh import Degrees
 from parallel.optim import shared

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from moe.checks.together import check_run
-from moe.model.names import tiled_dim
+from moe.model.initialize import tiled_dim
 from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.core import softmax_core

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from moe.model.names import tiled_dim
+from moe.model.initialize import tiled_dim
 from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.core import softmax_core

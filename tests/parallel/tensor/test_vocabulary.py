@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.model.names import tiled_dim
+from moe.model.initialize import tiled_dim
 from moe.nn.vocabulary import PADDING, Rows, TiledRows, look_up, project, summed_loss
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh

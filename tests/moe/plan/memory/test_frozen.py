@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe.checks.together import check_run
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import Transformer
 from moe.plan.choose.legal import refusal
 from moe.plan.job import counts

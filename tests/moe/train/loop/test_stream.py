@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import Transformer, extra_state, moe_layers
 from moe.nn.context import Context
 from moe.parallelize.engines import decays
 from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
-from moe.train.loop.step import move_biases
-from moe.train.loop.stream import stream
+from moe.train.loop.step import move_biases, stream
 from moe.verify.cases import Case
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees, Mesh

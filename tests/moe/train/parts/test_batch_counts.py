@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.nn.context import Context
 from moe.train.loop.step import accumulate, validation_loss
 from moe.train.parts.numbers import LayerNumbers

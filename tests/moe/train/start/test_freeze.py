@@ -16,7 +16,7 @@ from moe.recipe.load import build_run, load
 from moe.recipe.sections import Run
 from moe.train.start import opening
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
 from parallel.store.stored import Reader

@@ -36,7 +36,7 @@ from moe.train.start.opening import trained_parameters
 from moe.train.start.restore import restore, whole
 from moe.train.use.decode import Cached
 from moe.verify.cases import Case
-from moe.verify.compare import compare
+from moe.verify.expected import compare
 from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees, Mesh

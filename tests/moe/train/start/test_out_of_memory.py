@@ -15,7 +15,7 @@ from moe.plan.job import flops
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.summary import size
-from moe.train.start.out_of_memory import EVALUATION, PASSES, RESUMING, STATES, STEP, WEIGHTS, did_not_fit, during, next_step
+from moe.train.start.prediction import EVALUATION, PASSES, RESUMING, STATES, STEP, WEIGHTS, did_not_fit, during, next_step
 
 
 def run_with(flags: str = "") -> Run:

@@ -12,7 +12,7 @@ import torch
 
 from moe.cli.run import run_dir
 from moe.data import Tokenizer
-from moe.model.names import global_name
+from moe.model.initialize import global_name
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run
 from moe.train.use import generate, opened
