@@ -10,9 +10,10 @@ from pathlib import Path
 from moe.checks.clash import clash
 from moe.checks.frozen import check_freeze, check_lora
 from moe.checks.model import check_encoder_decoder, check_model
+from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline
 from moe.checks.sequence import check_sequence
-from moe.checks.sharding import check_optimizer, check_sharding
+from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor, check_tiling
 from moe.experts.dispatch.catalog import check_dispatch
 from moe.kernels import check_widths
