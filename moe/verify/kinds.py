@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moe.checks.together import check_run
 from moe.recipe.load import load, read_recipe, recipe_path
-from moe.train.parts.callbacks import Own
+from moe.train.start.own import Own
 from moe.verify.cases import SLICED, Case, as_written
 from moe.verify.hybrid import WORLD, hybrid_cases
 from moe.verify.rows.data import data_cases

@@ -23,12 +23,13 @@ from moe.records.tracker import check_trackers
 from moe.train.loop.advance import advance
 from moe.train.loop.ending import finish
 from moe.train.loop.recorded import count, evaluate, record, refuse_endless_skips, was_evaluated
-from moe.train.parts.callbacks import Callback, Own
+from moe.train.parts.callbacks import Callback
 from moe.train.parts.energy_clocks import planned_clocks
 from moe.train.parts.profile import Recording, first_of_its_stage
 from moe.train.start import state
 from moe.train.start.job import Job
 from moe.train.start.opening import RunArguments, open_job
+from moe.train.start.own import Own
 from moe.train.start.place import asked_to_stop, check_precision, settle_precision
 from moe.train.start.prediction import Measured, foretell
 from parallel.optim.given import Factory

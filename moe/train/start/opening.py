@@ -41,11 +41,12 @@ from moe.records.rules import Live
 from moe.records.summary import count
 from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
-from moe.train.parts.callbacks import Callbacks, Own, the_same
+from moe.train.parts.callbacks import Callbacks
 from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.rebalance import Rebalancer, nothing_to_move
 from moe.train.start import state
 from moe.train.start.job import Job, Saves, Training
+from moe.train.start.own import Own, the_same
 from moe.train.start.place import make_writable, set_aside
 from moe.train.start.prediction import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.restore import base_of, check_base, described, moved_base
