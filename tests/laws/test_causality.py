@@ -12,7 +12,8 @@ import torch
 
 from moe.checks.together import check_run
 from moe.recipe.load import load
-from moe.recipe.router_spec import PRESETS, RouterSpec
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Router
 from moe.router.checks import check_causal, looks_ahead, only_second_choices_look_ahead
 from parallel.errors import BadInput

@@ -27,7 +27,7 @@ from moe.data import open_data
 from moe.data.order import TrainSet
 from moe.launch import exit_codes
 from moe.recipe.load import build_run, load, published_names, recipe_names
-from moe.recipe.router_spec import PRESETS
+from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Data
 from moe.records.metrics import read
 from moe.records.results import write_json

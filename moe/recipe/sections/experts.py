@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from moe.recipe.plugin import Plugin
-from moe.recipe.router_spec import PRESETS, RouterSpec
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
 from moe.recipe.section import Section, key
 
 

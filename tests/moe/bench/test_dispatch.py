@@ -15,7 +15,7 @@ from moe.bench.layers.layers import LayerCase, Shape, router_settings
 from moe.bench.timing import in_turn, peak_bytes, ratio
 from moe.bench.training import memory
 from moe.bench.training.sharded import kind_of
-from moe.recipe.router_spec import PRESETS
+from moe.recipe.presets import PRESETS
 from parallel.errors import BadInput
 
 SHAPES = (Shape(96, 24, 40, 8, 1), Shape(64, 32, 16, 16, 4))

@@ -22,7 +22,7 @@ from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
 from moe.parallelize.build import build as build_model
 from moe.recipe.load import build_run, resolved_yaml
-from moe.recipe.router_spec import PRESETS
+from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.router.router import Router

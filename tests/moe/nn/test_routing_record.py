@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moe import Context, RoutingRecord, Transformer
 from moe.recipe import sections
-from moe.recipe.router_spec import PRESETS, RouterSpec
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
 from moe.train.parts.passes import Pass
 from moe.verify.cases import BATCH, LENGTH, Case
 from moe.verify.plain.batches import batch

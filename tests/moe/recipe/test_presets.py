@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from moe.recipe import sections
 from moe.recipe.load import load, resolved_yaml
-from moe.recipe.router_spec import PRESETS, RouterSpec
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import slots_of
 from moe.router.checks import check_spec, looks_ahead, only_second_choices_look_ahead
 from tests.support.routed import from_logits, random, route

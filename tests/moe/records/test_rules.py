@@ -18,7 +18,7 @@ from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.launch import exit_codes
 from moe.recipe.load import build_run, load, published_names, recipe_names
-from moe.recipe.router_spec import PRESETS
+from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records.conditions import LASTING
 from moe.records.rules import RULES, Finding, Live, Rule, diagnose

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.recipe.load import load
-from moe.recipe.router_spec import PRESETS, RouterSpec
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Router
 from moe.router.checks import check_read, check_spec, unread
 from parallel.errors import BadInput
