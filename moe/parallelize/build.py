@@ -1,35 +1,21 @@
 """Builds this rank's shards of a recipe's model, in this order: model on the meta device, LoRA adapters, recomputation and tiles, layouts,
 the rank's pipeline stages, its shards and the exchanges between ranks, initial values, compilation.
-
-`train.compile`: torch's compiler (Inductor) fuses each group of operations between matrix products into one kernel.
-
-    x -> norm -> [q, k, v] -> turn -> [attention] -> [out] -> + -> norm -> [w1, w3] -> activation -> [w2] -> + ... [head] -> loss
-         ====                                                 ====                     ==========                            ====
-
-Each underlined function becomes one forward and one backward kernel. Products and attention, in brackets, are not compiled, because
-collectives, hooks of FSDP and ZeRO, and deferred gradients are attached to them. Also not compiled: rotary positions (turn), experts, norms
-of sharded channels, and a loss in tiles or chunks. Forward passes without gradients are not compiled either: their sequence lengths change.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe.experts.experts import MATRICES, Experts
-from moe.kernels.activation import activate
 from moe.model.initialize import FirstValues, SigmaOf, global_name, initialize, zero_buffers
 from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
 from moe.nn.blocks import Form
-from moe.nn.linear import FeedForward, Norm, normed, normed_in_fp32
 from moe.nn.lora import TARGETS, adapt, freeze
-from moe.nn.vocabulary import cross_entropy
 from moe.parallelize import stages
+from moe.parallelize.compiled import compile_between_products
 from moe.parallelize.engines import setup_of
 from moe.parallelize.plan import axes_of_tokens, lay_out, plan_for
 from moe.parallelize.sequence import slice_sequences
@@ -39,50 +25,11 @@ from moe.recipe.hash_table import Table
 from moe.recipe.sections import Lora, Run
 from moe.router.own import check_own
 from parallel.errors import BadInput
-from parallel.fixes import Set
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import DTYPES
 from parallel.tensor.style import Plan, apply, fits
-
-_SIZES = 64  # largest number of combinations of sizes and dtypes for which a function is compiled; torch's default is 8
-
-
-class Compiled:
-    """A function of tensors, which is compiled for each new size of its arguments. Without gradients, the plain function is called.
-    A call raises BadInput if this machine cannot compile.
-    """
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.plain = function
-
-    def __call__(self, *args: Any, **settings: Any) -> Tensor:
-        if not torch.is_grad_enabled():
-            return self.plain(*args, **settings)
-        try:
-            return self._fast(*args, **settings)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            needed = "a C++ compiler with Python's headers on a CPU, triton on a GPU, and a folder for temporary files"
-            raise BadInput("train.compile", got=f"true, but: {why}", needed=needed, fix=Set("train.compile", False)) from error
-
-    @cached_property
-    def _fast(self) -> Callable[..., Tensor]:
-        torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)
-        # compile in this process: for these few kernels, a pool of compiler processes would take more memory and time
-        return torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
-
-
-def compile_between_products(model: Transformer) -> None:
-    norm, activation = Compiled(normed_in_fp32), Compiled(activate)
-    for module in model.modules():
-        if isinstance(module, Norm) and module.normed is normed:
-            module.normed = norm
-        elif isinstance(module, FeedForward):
-            module.activate = activation
-    model.cross_entropy = Compiled(cross_entropy)
-
 
 # modules that tiling.ffn replaces by sums of narrower ones, with the same values (parallel/data/tiling.py)
 TILED = ("layers.*.ffn", "layers.*.moe.experts", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*.block.ffn")

@@ -23,7 +23,7 @@ CHANGED = {
     "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
     "parallel/watch/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
     "moe/records/tracker.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
-    "moe/parallelize/build.py: torch._dynamo": "torch has one limit of the sizes for which a function is compiled",
+    "moe/parallelize/compiled.py: torch._dynamo": "torch has one limit of the sizes for which a function is compiled",
     "moe/verify/peers/transformers.py: os.environ": "transformers reads a forked rank's variables there, as from a launcher",
     "moe/verify/peers/megatron_core.py: torch.cuda": "megatron-core asks there for a device; of a process that then ends",
     "moe/verify/peers/megatron_core.py: token_dispatcher.maybe_move_tensor_to_cpu": "likewise: the original converts CUDA tensors alone",

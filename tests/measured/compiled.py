@@ -1,7 +1,7 @@
 """Measures a training step with compiled norms, activations and loss (`train.compile`), and compares it with the step without.
 
     plain       forward and backward pass, one process, one thread
-    compiled    the same step, in which moe/parallelize/build.py compiles everything between matrix products
+    compiled    the same step, in which moe/parallelize/compiled.py compiles everything between matrix products
     whole       transformers' Llama of the same sizes, compiled as a whole by torch.compile; left out with `--peers none`
 
 Ratios are of times in the same round; the table has their median and quartiles. FILE also has the seconds of the first step, in which
@@ -20,7 +20,7 @@ from torch import Tensor
 from moe.bench.timing import Race, conclude, importable, in_turn, race_row
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
-from moe.parallelize.build import compile_between_products
+from moe.parallelize.compiled import compile_between_products
 from moe.recipe import sections
 from parallel.numerics.precision import DTYPES
 

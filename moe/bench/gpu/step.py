@@ -125,7 +125,7 @@ def _tokens(run: sections.Run, batch: int, device: torch.device) -> Tensor:
 
 
 def _timed(machine: Machine, sizes: dict[str, Any], peak: float | None, compiled: bool) -> list[Row]:
-    from moe.parallelize.build import compile_between_products
+    from moe.parallelize.compiled import compile_between_products
     from moe.plan.job.flops import size
 
     run, steps = _run(sizes), STEPS[machine.gpu]

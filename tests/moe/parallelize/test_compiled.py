@@ -14,7 +14,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import Norm
 from moe.nn.vocabulary import PADDING
-from moe.parallelize.build import Compiled, compile_between_products
+from moe.parallelize.compiled import Compiled, compile_between_products
 from moe.recipe.load import build_run
 from parallel.errors import BadInput
 
