@@ -21,7 +21,8 @@ from moe.data.chats import open_chats, sequences_of
 from moe.data.corpus import find_corpus
 from moe.data.given import Stream, open_given
 from moe.data.ids import open_ids
-from moe.data.order import MixedTrain, MixedValidation, TrainSet, ValidationSet, Windows
+from moe.data.mixture import MixedTrain, MixedValidation
+from moe.data.order import TrainSet, ValidationSet, Windows
 from moe.data.remarks import with_left_out
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.tokenizer import Bytes, Ids, Tokenizer, load

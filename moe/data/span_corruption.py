@@ -22,7 +22,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from moe.data.order import Held, MixedTrain, MixedValidation, Sequences, TrainSet, ValidationSet, permutation
+from moe.data.mixture import MixedTrain, MixedValidation
+from moe.data.order import Held, Sequences, TrainSet, ValidationSet, permutation
 from moe.data.token_shard import Ints, TokenShard
 from moe.data.tokenizer import Tokenizer
 from moe.recipe.shapes import START, Spans

@@ -12,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from moe.data import MixedTrain, TrainSet, open_data
-from moe.data.order import BLOCK, MixedValidation, ValidationSet, Windows, shares
+from moe.data.mixture import BLOCK, MixedValidation, shares
+from moe.data.order import ValidationSet, Windows
 from moe.data.token_shard import TokenShard
 from moe.recipe.sections import Data
 from parallel.mesh.mesh import Degrees, Mesh

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from moe.data import open_data
-from moe.data.order import MixedTrain, TrainSet, ValidationSet, Windows
+from moe.data.mixture import MixedTrain
+from moe.data.order import TrainSet, ValidationSet, Windows
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption, WithSentinels, strange
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
