@@ -63,6 +63,9 @@ def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
     if not drops(s) and not method.needs_whole_groups and s.balance_scope != "sequence":
         setting = f"capacity_factor null and balance_scope {s.balance_scope}"
         found["group"] = (setting, "nothing is counted over groups", Set("router.balance_scope", "sequence"))
+    if not s.balance_weight:
+        why = ("balance_weight 0", "a loss without weight moves no expert", Set("router.balance_weight", 0.01))
+        found["balance_loss"] = why
     if s.balance_counts == "unbiased" and method.is_top_k and s.bias_rate is None and s.noise != "gumbel":
         why = ("select top_k and bias_rate null", "the choices are the top k of the scores already", Set("router.bias_rate", 0.001))
         found["balance_counts"] = why
@@ -187,7 +190,7 @@ def fuses(spec: RouterSpec, *, training: bool) -> bool:
         method_of(spec).fuses
         and spec.score in ("softmax", "sigmoid")
         and spec.gates != "after_drop"
-        and not spec.importance_weight
+        and not (spec.importance_weight or spec.own_balance)
         and not (training and (spec.noise != "none" or spec.random_second))
         and (spec.balance_scope == "sequence" or dropless or spec.group == "rank")
     )

@@ -177,6 +177,24 @@ OTHER: dict[str, dict[str, Any]] = {  # models for one feature each, such as an 
     },
     # in padded batches the gradient is above the norm in steps 0, 2, 3 and 9, which are clipped, and below it in the others
     "clipped": MODELS["gshard"] | {"optimizer": {"clip_norm": 2.125}},
+    # a user's balance loss of whole groups, which are on several ranks with sp or tp, and of the whole step
+    "own_balance": {
+        "router": {
+            "preset": "glam",
+            "group": 2,
+            "min_capacity": 1,
+            "balance_loss": "moe.verify.parts:squared",
+            "balance_weight": 0.3,
+        },
+    },
+    "own_balance_whole": {
+        "router": {
+            "preset": "qwen3_moe",
+            "num_choices": 2,
+            "balance_loss": "moe.verify.parts:squared",
+            "balance_weight": 0.3,
+        },
+    },
     "frozen": {
         "train": {"freeze": ["experts", "embedding", "router"]},
         "router": {"preset": "glam", "min_capacity": 1},
