@@ -63,9 +63,6 @@ def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
     if not drops(s) and not method.needs_whole_groups and s.balance_scope != "sequence":
         setting = f"capacity_factor null and balance_scope {s.balance_scope}"
         found["group"] = (setting, "nothing is counted over groups", Set("router.balance_scope", "sequence"))
-    if not s.balance_weight:
-        why = ("balance_weight 0", "a loss without weight moves no expert", Set("router.balance_weight", 0.01))
-        found["balance_loss"] = why
     if s.balance_counts == "unbiased" and method.is_top_k and s.bias_rate is None and s.noise != "gumbel":
         why = ("select top_k and bias_rate null", "the choices are the top k of the scores already", Set("router.bias_rate", 0.001))
         found["balance_counts"] = why
@@ -131,6 +128,10 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
         got = chosen if s.bias_rate is None else f"bias_rate {s.bias_rate}"
         needed = "fewer choices than experts, and no selection bias: otherwise noise does not decide the choice"
         raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix=Set("router.load_weight", 0))
+    if s.own_balance and not s.balance_weight:
+        needed = f"switch: {method.is_balanced}" if method.is_balanced else "a weight above 0"
+        fix = Set("router.balance_loss", "switch") if method.is_balanced else Set("router.balance_weight", 0.01)
+        raise BadInput("router.balance_loss", got=f"{s.own_balance} with balance_weight 0", needed=needed, fix=fix)
     for key, weight in (("balance_weight", s.balance_weight), ("importance_weight", s.importance_weight)):
         if weight and method.is_balanced is not None:
             got, needed = f"{weight} with select {s.select}", f"0: {method.is_balanced}"

@@ -105,7 +105,8 @@ def _try_balance(name: str, rows_TE: Tensor) -> None:
     probs_GE.requires_grad_()
 
     def function(rows_GE: Tensor) -> Tensor:
-        return own_balance(*rows_GE.clone().chunk(2, 1), name=name)
+        load_GE, probs_GE = rows_GE.clone().chunk(2, 1)
+        return own_balance(load_GE.detach(), probs_GE, name)
 
     with torch.enable_grad():
         loss_G = _called(_BALANCE, name, function, torch.cat((load_GE, probs_GE), 1))
