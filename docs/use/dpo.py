@@ -1,6 +1,7 @@
 """Direct preference optimisation (DPO, arXiv 2305.18290), a loss for `train.loss`. Copy this file into the folder in which you train.
 
     python dpo.py runs/base pairs.jsonl                    writes reference.json, from the model to begin with
+    python dpo.py margins runs/preferred other.jsonl       prints how far a run prefers the chosen answers
     moe train runs/base/recipe.yaml --init_from runs/base --out runs/preferred \\
         --data.source chat --data.path pairs.jsonl --train.loss dpo:dpo --optimizer.lr 1e-6
 
@@ -67,22 +68,36 @@ def note(predictions):
     return -margin_B
 
 
-def main(run, pairs):
-    if REFERENCE.exists():
-        needed = "no such file yet: a run may train with it, and its reference must not change"
-        raise BadInput(str(REFERENCE), got="a file that is there already", needed=needed, fix="rename it, or work in another folder")
+def margins(run, pairs):
+    """Return by how many nats the run prefers each pair's chosen answer: a dict by the pair's name."""
     base = moe.open(run)
     sizes = {"max_length": base.recipe.model.max_length, "vocab_size": base.recipe.vocab_size, "seed": 0}
     data = open_data(Data(source="chat", path=pairs), **sizes, tokenizer=base.tokenizer.describe())
     if not data.has_pairs:
         raise BadInput(pairs, got="single chats", needed="pairs: lines with chosen and rejected", fix="give another file")
+    found.clear()
     base.model.own_loss = OwnLoss(f"{__name__}:note")
     evaluate(base.model, [ValidationSet(data.train.windows, None), data.validation], sequences=0)
-    REFERENCE.write_text(json.dumps(found))
-    print(f"{len(found)} pairs in {REFERENCE}")
+    return dict(found)
+
+
+def show(run, pairs):
+    margin = list(margins(run, pairs).values())
+    share, mean = sum(nats > 0 for nats in margin) / len(margin), sum(margin) / len(margin)
+    print(f"{run} prefers the chosen answer in {share:.0%} of {len(margin)} pairs, by {mean:.2f} nats on average")
+
+
+def main(run, pairs):
+    if REFERENCE.exists():
+        needed = "no such file yet: a run may train with it, and its reference must not change"
+        raise BadInput(str(REFERENCE), got="a file that is there already", needed=needed, fix="rename it, or work in another folder")
+    reference = margins(run, pairs)
+    REFERENCE.write_text(json.dumps(reference))
+    print(f"{len(reference)} pairs in {REFERENCE}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python dpo.py RUN_TO_BEGIN_WITH PAIRS.jsonl")
-    moe.script(lambda: main(*sys.argv[1:]))
+    does, words = (show, sys.argv[2:]) if sys.argv[1:2] == ["margins"] else (main, sys.argv[1:])
+    if len(words) != 2:
+        sys.exit("usage: python dpo.py [margins] RUN PAIRS.jsonl")
+    moe.script(lambda: does(*words))

@@ -36,10 +36,12 @@ from moe.router.losses import (
     join,
     load_loss,
     mean_over_tokens,
+    own_balance_loss,
     spread_gates,
     step_means,
     z_loss,
 )
+from moe.router.own import own_balance
 from moe.router.router import Router
 from moe.router.routing import Routing
 from moe.router.slices import Shards
@@ -226,15 +228,17 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shard
     chance_TE, valid_T, step, whole = routing.chance_TE, routing.valid_T, None, context.whole_step
     num_groups, masks = routing.num_groups if s.balance_scope == "sequence" else 1, {"valid_T": valid_T, "counted_TK": counted_TK}
     if s.balance_scope == "global_batch" and whole is not None:
-        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
+        more = {"chance_TE": chance_TE, "probs_TE": routing.probs_TE if s.own_balance else None}
+        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, **more, whole=partial(whole, layer))
     counted: dict[str, Any] = masks | {"step": step}
     if s.balance_scope != "global_batch" and shards is not None:
         counted |= {"group_T": shards.group_T(num_groups, expert_TK.device), "summed": shards.summed}
         if gate_TE is not None or chance_TE is not None:
             gate_TE, chance_TE, valid_T = (None if x is None else shards.whole(x) for x in (gate_TE, chance_TE, valid_T))
     scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
+    balance = balance_loss if s.own_balance is None else partial(own_balance_loss, own=partial(own_balance, name=s.own_balance))
     return {
-        "balance": balance_loss(routing.probs_TE, expert_TK, num_groups=num_groups, **counted),
+        "balance": balance(routing.probs_TE, expert_TK, num_groups=num_groups, **counted),
         "importance": none if gate_TE is None else importance_loss(gate_TE, **scope),
         "load": none if chance_TE is None else load_loss(chance_TE, **scope),
         "z": z_loss(routing.logits_TE, valid_T=routing.valid_T),

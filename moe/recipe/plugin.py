@@ -34,6 +34,7 @@ GROUPS = {  # key that accepts plugins -> group of entry points in which package
     "train.loss": "moe_parallel.losses",
     "router.score": "moe_parallel.scores",
     "router.select": "moe_parallel.selections",
+    "router.balance_loss": "moe_parallel.balance_losses",
     "dispatch.kind": "moe_parallel.dispatchers",
 }
 

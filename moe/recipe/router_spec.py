@@ -4,7 +4,7 @@ scores      router's input -> logits -> noise -> scores          input_norm, log
 selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups ... bias_rate
 gates       chosen experts' scores -> weights of outputs         gates, gate_scale, expert_scale, gate_on
 capacity    choices -> the choices that get a slot               group ... queue
-losses      terms that keep experts evenly used                  balance_weight ... z_weight
+losses      terms that keep experts evenly used                  balance_loss ... z_weight
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moe.recipe.plugin import Plugin
+from moe.recipe.plugin import Plugin, is_plugin
 from moe.recipe.section import Section, key
 
 
@@ -92,9 +92,10 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     queue: Literal["choices_first", "tokens_first"] = key(
         "choices_first", "order in which choices get slots: the first choices of all tokens, then the second; or token by token"
     )
-    balance_weight: float = key(
-        0.0, "weight of the load-balancing loss (Switch Transformer, eq. 4), summed over layers", ge=0, le=1e9, alters="training"
+    balance_loss: Literal["switch"] | Plugin = key(
+        "switch", "load-balancing loss; switch: experts * sum_e f_e P_e (Switch Transformer, eq. 4)", alters="training"
     )
+    balance_weight: float = key(0.0, "weight of the load-balancing loss, summed over layers", ge=0, le=1e9, alters="training")
     balance_counts: Literal["all", "first", "unbiased"] = key(
         "all",
         "choices that count as load: all k, each token's first (GShard), or top k without bias or groups (DeepSeek-V3)",
@@ -121,6 +122,11 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     @property
     def random_second(self) -> bool:
         return self.second == "random"
+
+    @property
+    def own_balance(self) -> str | None:
+        """The user's balance loss, as module:name; None for a built-in one."""
+        return self.balance_loss if is_plugin(self.balance_loss) else None
 
     @property
     def asks_balance(self) -> bool:

@@ -18,7 +18,8 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True)
 class History:
     """A run's lines of metrics.jsonl by kind: training and evaluation lines in order of steps, events in order of the file. weights: the
-    weights of `balance_loss` and `z_loss` in the training loss; empty if unknown."""
+    weights of `balance_loss` and `z_loss` in the training loss; empty if unknown. The key own_balance is there if router.balance_loss is
+    the user's."""
 
     train: tuple[Mapping[str, Any], ...]
     evals: tuple[Mapping[str, Any], ...]

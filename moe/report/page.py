@@ -98,14 +98,16 @@ def _findings(lines: Sequence[Mapping[str, Any]], recipe: Path) -> list[Finding]
 
 
 def _weights(recipe: Path) -> dict[str, float]:
-    """Return the weights of balance_loss and z_loss in the training loss; {} if the recipe cannot be read."""
+    """Return the weights of balance_loss and z_loss in the training loss; {} if the recipe cannot be read. With a user's balance loss,
+    own_balance is a further key."""
     if not recipe.is_file():
         return {}
     try:
         spec = load(str(recipe))[0].router
     except BadInput:
         return {}
-    return {"balance_loss": spec.balance_weight, "z_loss": spec.z_weight}
+    found = {"balance_loss": spec.balance_weight, "z_loss": spec.z_weight}
+    return found | ({"own_balance": spec.balance_weight} if spec.own_balance else {})
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> Pictures:

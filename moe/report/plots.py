@@ -83,7 +83,7 @@ def router_losses(history: History) -> Figure | None:
     fig, axes = _panels(history, len(shown))
     for ax, (key, name), color in zip(axes, shown, LINES, strict=False):
         _raw_and_smooth(ax, steps_S, history.series_S(key), color=color, label=name)
-        if key == "balance_loss":  # dashed line: the sum over layers for even load, whose balance loss is 1 in each layer
+        if key == "balance_loss" and "own_balance" not in history.weights:  # dashed: even load, whose loss is 1 in each layer
             ax.axhline(len(history.layers), color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
             ax.legend(loc="upper right")
         ax.set_ylabel(name if history.weights.get(key) != 0 else f"{name}\n(weight 0: only measured)")

@@ -128,6 +128,10 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
         got = chosen if s.bias_rate is None else f"bias_rate {s.bias_rate}"
         needed = "fewer choices than experts, and no selection bias: otherwise noise does not decide the choice"
         raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix=Set("router.load_weight", 0))
+    if s.own_balance and not s.balance_weight:
+        needed = f"switch: {method.is_balanced}" if method.is_balanced else "a weight above 0"
+        fix = Set("router.balance_loss", "switch") if method.is_balanced else Set("router.balance_weight", 0.01)
+        raise BadInput("router.balance_loss", got=f"{s.own_balance} with balance_weight 0", needed=needed, fix=fix)
     for key, weight in (("balance_weight", s.balance_weight), ("importance_weight", s.importance_weight)):
         if weight and method.is_balanced is not None:
             got, needed = f"{weight} with select {s.select}", f"0: {method.is_balanced}"
@@ -187,7 +191,7 @@ def fuses(spec: RouterSpec, *, training: bool) -> bool:
         method_of(spec).fuses
         and spec.score in ("softmax", "sigmoid")
         and spec.gates != "after_drop"
-        and not spec.importance_weight
+        and not (spec.importance_weight or spec.own_balance)
         and not (training and (spec.noise != "none" or spec.random_second))
         and (spec.balance_scope == "sequence" or dropless or spec.group == "rank")
     )

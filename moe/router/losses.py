@@ -1,7 +1,8 @@
 """Losses that keep experts evenly used, or logits small (z), as pure functions of a routing, in fp32. Tokens with `valid_T`
 False (padding) do not count.
 
-    balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
+    balance    = E * sum_e f_e P_e, or a user's function of f and P (moe/router/own.py)
+                                        f_e: share of the choices that went to e, before dropping, no gradient
                                         P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
     importance = CV^2 of the experts' summed gates: variance / mean^2                (Shazeer et al., arXiv 1701.06538, eq. 6-7)
     load       = CV^2 of the experts' expected loads: sum_t P(token t chooses e)     (the same paper, eq. 8-11; moe/router/scores.py)
@@ -25,6 +26,11 @@ from torch import Tensor
 # T tokens, K choices, E experts, G groups, S tokens of a group
 
 Mask = Tensor | None  # bool, True for the tokens or choices that count; None: all do
+Own = Callable[[Tensor, Tensor], Tensor]  # a user's balance loss: (f_GE, P_GE) -> a loss for each group [G]
+
+
+def _unchanged(sums: Tensor) -> Tensor:
+    return sums
 
 
 def balance_loss(
@@ -36,7 +42,7 @@ def balance_loss(
     counted_TK: Mask = None,
     step: StepMeans | None = None,
     group_T: Tensor | None = None,
-    summed: Callable[[Tensor], Tensor] = lambda counts_GE: counts_GE,
+    summed: Callable[[Tensor], Tensor] = _unchanged,
 ) -> Tensor:
     """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, the shares of choices f_e are the whole step's.
     `num_groups`: number of groups of consecutive tokens. Result: mean of the groups' losses, weighted by their numbers of valid tokens.
@@ -54,6 +60,47 @@ def balance_loss(
         return num_experts * mean_over_tokens((f_GE[group_T] * probs_TE).sum(1), valid_T=valid_T)
     p_GE = group_means(probs_TE, num_groups=num_groups, valid_T=valid_T)
     return num_experts * _weighted((f_GE * p_GE).sum(1), valid_T)
+
+
+def own_balance_loss(
+    probs_TE: Tensor,
+    expert_TK: Tensor,
+    *,
+    own: Own,
+    num_groups: int = 1,
+    valid_T: Mask = None,
+    counted_TK: Mask = None,
+    step: StepMeans | None = None,
+    group_T: Tensor | None = None,
+    summed: Callable[[Tensor], Tensor] = _unchanged,
+) -> Tensor:
+    """Return the user's balance loss, scalar fp32, with gradient to `probs_TE` only. Arguments and result: as of `balance_loss`, but
+    `summed` gets fp32 [G, 2 E + 1], and with `step` the value is the whole step's, and the gradient this rank's and micro-batch's share.
+
+    A token's gradient is its group's gradient by the mean P / the group's tokens. So `own` may be any function of whole groups' f and P,
+    and each rank needs only its own tokens' probabilities. A group without tokens counts as even.
+    """
+    num_experts = probs_TE.shape[1]
+    if step is not None:
+        assert step.prob_E is not None
+        group_T, f_GE, p_GE = torch.zeros_like(expert_TK[:, 0]), step.share_E.unsqueeze(0), step.prob_E.unsqueeze(0)
+    else:
+        which = {"valid_T": valid_T, "counted_TK": counted_TK, "group_T": group_T}
+        count_GE = count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts, **which).float()
+        if group_T is None:
+            group_T = torch.arange(len(expert_TK), device=expert_TK.device) // max(1, len(expert_TK) // num_groups)
+        mine_GT = _masked(torch.nn.functional.one_hot(group_T, num_groups).float(), valid_T).t()
+        sums = summed(torch.cat((count_GE, mine_GT @ probs_TE.detach().float(), mine_GT.sum(1, keepdim=True)), 1))
+        count_GE, prob_GE, tokens_G1 = sums.split((num_experts, num_experts, 1), 1)
+        f_GE, p_GE = count_GE / count_GE.sum(1, keepdim=True).clamp(min=1), prob_GE / tokens_G1.clamp(min=1)
+        f_GE, p_GE = (torch.where(tokens_G1 > 0, x_GE, 1 / num_experts) for x_GE in (f_GE, p_GE))
+    if not (torch.is_grad_enabled() and probs_TE.requires_grad):
+        return mean_over_tokens(own(f_GE, p_GE).float()[group_T], valid_T=valid_T)
+    p_GE = p_GE.detach().requires_grad_()
+    loss_G = own(f_GE, p_GE).float()
+    (slope_GE,) = torch.autograd.grad(loss_G.sum(), p_GE)
+    loss_T = loss_G.detach()[group_T] + (slope_GE[group_T] * (probs_TE - probs_TE.detach())).sum(1)
+    return mean_over_tokens(loss_T, valid_T=valid_T)
 
 
 def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
@@ -81,12 +128,14 @@ def z_loss(logits_TE: Tensor, *, valid_T: Mask = None) -> Tensor:
 @dataclass(frozen=True)
 class StepMeans:
     """One layer's means over the whole step, fp32 [E]: `share_E` each expert's share of all counted choices, `gate_E` its mean gate over
-    all tokens, `chance_E` its mean probability of being chosen (None without a load loss).
+    all tokens, `chance_E` its mean probability of being chosen (None without a load loss), `prob_E` its mean router probability (None
+    without a user's balance loss).
     """
 
     share_E: Tensor
     gate_E: Tensor
     chance_E: Tensor | None = None
+    prob_E: Tensor | None = None
 
 
 def step_means(
@@ -97,26 +146,29 @@ def step_means(
     valid_T: Mask = None,
     counted_TK: Mask = None,
     chance_TE: Tensor | None = None,
+    probs_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
     """Return the means over the step. Tensors are of one micro-batch of this rank. gate_TE: None if gate_E is to be 0. chance_TE: each
-    expert's probability of being chosen; None without a load loss. `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chance_TE,
-    over all ranks and micro-batches of the step."""
+    expert's probability of being chosen; None without a load loss. probs_TE: router probabilities; None without a user's balance loss.
+    `whole` sums a float64 tensor (`size_of_sums`) over all ranks and micro-batches of the step."""
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
     count_E = count_GE[0].double()
     gate_E = torch.zeros_like(count_E) if gate_TE is None else _masked(gate_TE.detach(), valid_T).double().sum(0)
     tokens = count_E.new_full((1,), len(expert_TK)) if valid_T is None else valid_T.sum().double().reshape(1)
-    chances = () if chance_TE is None else (_masked(chance_TE.detach(), valid_T).double().sum(0),)
-    sums = whole(torch.cat((count_E, gate_E, tokens, *chances)))
-    count_E, gate_E, tokens, chance_E = sums.split((num_experts, num_experts, 1, num_experts * len(chances)))
+    more = [None if x_TE is None else _masked(x_TE.detach(), valid_T).double().sum(0) for x_TE in (chance_TE, probs_TE)]
+    sums = whole(torch.cat((count_E, gate_E, tokens, *(x_E for x_E in more if x_E is not None))))
+    sizes = [0 if x_E is None else num_experts for x_E in more]
+    count_E, gate_E, tokens, *found = sums.split((num_experts, num_experts, 1, *sizes))
     of_token = tokens.clamp(min=1)
-    mean_E = (chance_E / of_token).float() if chances else None
-    return StepMeans((count_E / count_E.sum().clamp(min=1)).float(), (gate_E / of_token).float(), mean_E)
+    means = [(x_E / of_token).float() if size else None for x_E, size in zip(found, sizes, strict=True)]
+    return StepMeans((count_E / count_E.sum().clamp(min=1)).float(), (gate_E / of_token).float(), *means)
 
 
-def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
-    """Return the number of elements of one layer's tensor that `step_means` sums over ranks. `chances`: whether there is a load loss."""
-    return (3 if chances else 2) * num_experts + 1
+def size_of_sums(num_experts: int, *, chances: bool = False, probabilities: bool = False) -> int:
+    """Return the number of elements of one layer's tensor that `step_means` sums over ranks. `chances`: whether there is a load loss.
+    `probabilities`: whether there is a user's balance loss."""
+    return (2 + chances + probabilities) * num_experts + 1
 
 
 def count_choices(

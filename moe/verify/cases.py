@@ -16,6 +16,7 @@ from moe.experts.dispatch.catalog import PLAIN, examples
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
+from moe.verify import parts
 from moe.verify.small import LINEAR, small
 from parallel.data.kinds.catalog import ENGINES
 from parallel.data.kinds.kind import EngineKind
@@ -44,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_OWN_BALANCE = f"{parts.__name__}:{parts.squared.__name__}"
 # capacity and balance counted within each sequence, so that results do not depend on the layout
 _BY_SEQUENCE = {"group": "sequence", "balance_scope": "sequence", "min_capacity": 1}
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -177,6 +179,24 @@ OTHER: dict[str, dict[str, Any]] = {  # models for one feature each, such as an 
     },
     # in padded batches the gradient is above the norm in steps 0, 2, 3 and 9, which are clipped, and below it in the others
     "clipped": MODELS["gshard"] | {"optimizer": {"clip_norm": 2.125}},
+    # a user's balance loss of whole groups, which are on several ranks with sp or tp, and of the whole step
+    "own_balance": {
+        "router": {
+            "preset": "glam",
+            "group": 2,
+            "min_capacity": 1,
+            "balance_loss": _OWN_BALANCE,
+            "balance_weight": 0.3,
+        },
+    },
+    "own_balance_whole": {
+        "router": {
+            "preset": "qwen3_moe",
+            "num_choices": 2,
+            "balance_loss": _OWN_BALANCE,
+            "balance_weight": 0.3,
+        },
+    },
     "frozen": {
         "train": {"freeze": ["experts", "embedding", "router"]},
         "router": {"preset": "glam", "min_capacity": 1},

@@ -104,8 +104,8 @@ def not_compared(run: Run) -> list[str]:
 
 def known(run: Run) -> bool:
     """Return whether the plain twin (moe/verify/twin.py) implements the recipe: its optimizer is AdamW, Muon, Adafactor or K-FAC, and no
-    plugin changes numbers."""
-    named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
+    plugin changes numbers, except a balance loss, which the twin calls with its own loads and probabilities."""
+    named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind", "router.balance_loss"}
     return run.optimizer.kind in ("adamw", "muon", "adafactor", "kfac") and not named
 
 

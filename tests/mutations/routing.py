@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe.router.scores import chosen_scores
-from moe.verify.cases import Case
+from moe.verify.cases import SLICED, Case
 from parallel.mesh.collectives import all_reduce
 from tests.mutations.mutation import Edit, Mutation
 
@@ -365,6 +365,11 @@ def _shifted_dropout(real: Any) -> Any:
     return wrong
 
 
+def _mean_of_own_tokens(real: Any) -> Any:
+    """A user's balance loss is computed from this rank's loads and mean probabilities, although other ranks hold tokens of the groups."""
+    return lambda *args, summed=None, **rest: real(*args, **rest)
+
+
 def _padding_taken(real: Any) -> Any:
     return lambda scores_TE, *, valid_T, **rest: real(scores_TE, valid_T=None, **rest)
 
@@ -698,5 +703,14 @@ MUTATIONS = (
         "expert",
         Case("expert_choice", "ddp", 1, 1, 3, "fp32", experts=8, padded=True),
         (Edit("moe.router.methods.expert_choice:expert_choice", _padding_taken),),
+    ),
+    Mutation(
+        "own_balance_of_own_tokens",
+        "A user's balance loss sees the loads and mean probabilities of one rank's tokens, although other ranks hold tokens of its groups",
+        "no public report known to us; reasoned from NVIDIA/Megatron-LM: moe_utils.py, switch_load_balancing_loss_func, whose callers sum "
+        "over the ranks that share a sequence",
+        "sequence",
+        Case("own_balance", "ddp", 2, 2, 3, "fp32", "full", sp=2, padded=True, length=SLICED),
+        (Edit("moe.experts.layer:own_balance_loss", _mean_of_own_tokens),),
     ),
 )

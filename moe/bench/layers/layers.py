@@ -119,7 +119,7 @@ def router_settings(k: int) -> dict[str, Any]:
         select="top_k", hash_table=None, mixer_margin=0.01, expert_groups=1, top_groups=1, group_score="two_best", second="always",
         bias_rate=None, gates="as_is", gate_scale=1.0, expert_scale="none", gate_on="output", group="sequence", capacity_factor=None,
         eval_capacity_factor=None, min_capacity=0, capacity_counts="choices", capacity_rounding="ceil", capacity_multiple=1,
-        drop="position", queue="choices_first", balance_weight=0.0, balance_counts="all", balance_scope="sequence",
+        drop="position", queue="choices_first", balance_loss="switch", balance_weight=0.0, balance_counts="all", balance_scope="sequence",
         importance_weight=0.0, load_weight=0.0, z_weight=0.0,
     )  # fmt: skip
     if k == 1:
@@ -134,7 +134,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
     None: the case's dtype. kernels: value of experts.kernels."""
     s = case.shape
     # a plain namespace instead of RouterSpec, because RouterSpec needs pydantic and this benchmark does not
-    spec = SimpleNamespace(**router_settings(s.k), vectors=0, random_second=False, asks_balance=True)
+    spec = SimpleNamespace(**router_settings(s.k), vectors=0, random_second=False, asks_balance=True, own_balance=None)
     sizes: dict[str, Any] = {"of_layer": lambda nth: s.experts, "d_ff": None, "ffn": None, "skip": 0, "free": 0}
     options: dict[str, Any] = {"kernels": kernels, "dropout": 0.0, "shared_gate": False, "residual": False, "biases": False}
     experts = SimpleNamespace(**sizes, **options, products="plain")

@@ -148,7 +148,8 @@ def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str,
 
     decides: bytes per token. If the routing method needs whole groups of tokens: fp32 logits, position and token id. Otherwise, with a
     capacity, for each choice: expert, priority, and whether a random second choice is used. counts: bytes per group for the balance
-    loss (each expert's number of choices). balances: bytes per token for the importance loss (gates) and the load loss (probabilities).
+    loss (each expert's number of choices; for a user's loss also probabilities, and the number of tokens). balances: bytes per token for
+    the importance loss (gates) and the load loss (probabilities).
     gathered_counts: whether GPU kernels sort experts' queues (`Router._fused`) and count the gathered choices; then counts are not sent."""
     decides = 4 * num_experts + 8 + 8 if method_of(spec).needs_whole_groups else 0
     if not decides and spec.capacity_factor is not None:
@@ -156,7 +157,8 @@ def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str,
     apart = spec.balance_scope != "global_batch"
     nonlinear = bool(spec.importance_weight) + bool(spec.load_weight)
     sorts = spec.drop == "position" and (spec.queue == "choices_first" or choices == 1) and spec.balance_counts != "unbiased"
-    found = {"decides": decides, "counts": 4 * num_experts * apart, "balances": 4 * num_experts * nonlinear * apart}
+    summed = 2 * num_experts + 1 if spec.own_balance else num_experts
+    found = {"decides": decides, "counts": 4 * summed * apart, "balances": 4 * num_experts * nonlinear * apart}
     return found | {"gathered_counts": decides > 0 and sorts and fuses(spec, training=True)}
 
 

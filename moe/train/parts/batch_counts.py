@@ -48,8 +48,9 @@ def _summed_when_asked(axes: Sequence[Axis]) -> Sums:
 
 def _counted(executor: Executor, passes: Sequence[Pass], axes: Sequence[Axis]) -> Sums:
     device, counts = passes[0].inputs_BL.device, executor.model.expert_counts
-    chances = bool(executor.model.router_spec.load_weight)
-    sizes = {layer: size_of_sums(count, chances=chances) for layer, count in counts.items()}
+    spec = executor.model.router_spec
+    more = {"chances": bool(spec.load_weight), "probabilities": spec.own_balance is not None}
+    sizes = {layer: size_of_sums(count, **more) for layer, count in counts.items()}
     totals = {layer: torch.zeros(size, dtype=torch.float64, device=device) for layer, size in sizes.items()}
 
     def note(layer: int, mine: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ GIVEN = "given"
 # key that accepts a plugin -> number of arguments with which the plugin is called (docs/use/plugins.md)
 ARGUMENTS: dict[str, int | None] = {
     "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "train.loss": 1, "dispatch.kind": 1,
-    "router.score": 1, "router.select": 2,
+    "router.score": 1, "router.select": 2, "router.balance_loss": 2,
 }  # fmt: skip
 
 

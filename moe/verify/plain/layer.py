@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.recipe.plugin import is_plugin, loaded
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Swiglu
 from moe.verify.plain.kfac import Watched
@@ -93,7 +94,7 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, 
         (gates * taken).detach(),
         [sum(e in chosen[t] for t in range(len(x)) if tokens.valid[t]) for e in range(num_experts)],
         sum(map(len, kept)),
-        _mean_over(groups, tokens.valid, lambda rows: _balance(probs, counted, rows, num_experts)),
+        _mean_over(groups, tokens.valid, lambda rows: _balance(probs, counted, rows, num_experts, spec.balance_loss)),
         uneven,
         (torch.logsumexp(logits, 1) ** 2)[valid].mean() if valid.any() else logits.new_zeros(()),
         uneven_load,
@@ -188,13 +189,16 @@ def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: Rout
     return [experts[:most] if tokens.valid[t] else [] for t, experts in enumerate(chosen)]
 
 
-def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_experts: int) -> Tensor:
-    """Balance loss over the tokens with indices `rows`: E * sum over experts of (fraction of choices) * (mean probability). counted:
-    result of `_counted`."""
+def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_experts: int, kind: str) -> Tensor:
+    """Balance loss over the tokens with indices `rows`: E * sum over experts of (fraction of choices) * (mean probability), or the user's
+    function of the two. counted: result of `_counted`. kind: router.balance_loss."""
     total = sum(len(counted[t]) for t in rows)
     mean = probs[rows].mean(0)
-    terms = [sum(expert in counted[t] for t in rows) / max(1, total) * mean[expert] for expert in range(num_experts)]
-    return num_experts * torch.stack(terms).sum()
+    shares = [sum(expert in counted[t] for t in rows) / max(1, total) for expert in range(num_experts)]
+    if is_plugin(kind):
+        own: Tensor = loaded("router.balance_loss", kind, arguments=2)(torch.tensor([shares]), mean.unsqueeze(0))
+        return own[0]
+    return num_experts * torch.stack([share * mean[expert] for expert, share in enumerate(shares)]).sum()
 
 
 def _uneven(loads: Tensor) -> Tensor:

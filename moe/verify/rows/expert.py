@@ -32,5 +32,7 @@ def expert_cases() -> list[Case]:
     found += [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in options]
     found += [Case("gpt_oss", "ddp", 2, 1, 1, "fp32", etp=2, experts=EXPERTS)]  # experts with biases, each sharded over two ranks
     found += [Case("lora", "ddp", 2, 2, 1, "fp32", rows="overlapped", experts=EXPERTS)]  # each chunk of experts has its own adapters
+    found += [Case(f"own_balance{whole}", "ddp", 2, 2, 3, "fp32", recompute, experts=EXPERTS, padded=True)
+              for whole, recompute in (("", "full"), ("_whole", "none"))]  # fmt: skip
     padded = [name for name, method in METHODS.items() if method.example]  # router methods with an example of their own
     return found + [Case(name, "ddp", 1, 1, 3, "fp32", experts=EXPERTS, padded=True) for name in padded]

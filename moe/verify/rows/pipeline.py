@@ -46,6 +46,8 @@ def pipeline_cases() -> list[Case]:
     found += [staged("kfac", "ddp", 4, 2, "chimera", "fp32"), replace(staged("kfac_t5", "ddp", 2, 2, "zb_h1", "fp32"), layers=4)]
     found += [staged("kfac_at_once", "ddp", 2, 2, "1f1b", "fp32", "full"), staged("kfac_at_once", "ddp", 2, 2, "zb_h1", "bf16")]
     found += [replace(staged("gshard", kind, world, 2, "zb_h1", "fp32"), overflow=True) for kind, world in (("ddp", 2), ("fsdp", 4))]
+    own_balance = (("own_balance", "zb_h1"), ("own_balance_whole", "1f1b"))  # micro-batches of 4 sequences, two groups of own_balance
+    found += [replace(staged(model, "ddp", 2, 2, schedule, "fp32"), microbatches=3) for model, schedule in own_balance]
     return found + _sharded_cases() + _empty_stage_cases() + _halves_cases()
 
 

@@ -52,6 +52,7 @@ def sequence_cases() -> list[Case]:
     found += [Case("ahead_windows", "ddp", 2, 2, 1, "fp32", sp=2, attention="striped")]
     found += [Case("kfac", "ddp", 2, 2, 3, "fp32", sp=2, attention=attention) for attention in ("zigzag", "ulysses")]
     found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses"), Case("lora", "ddp", 2, 2, 1, "fp32", sp=2)]
+    found += [Case(f"own_balance{whole}", "ddp", 2, 2, 3, "fp32", "full", sp=2, padded=True) for whole in ("", "_whole")]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
         for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):
             found += [Case(model, kind, 4, ep, m, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)]

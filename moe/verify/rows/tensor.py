@@ -50,6 +50,10 @@ def _line_cases() -> list[Case]:
         *(options(model, tensor="1d", precision="fp32") for model in ("muon", "adafactor")),  # updates need whole matrices, sharded here
     ]
     # models with fewer key heads than tp ranks: both have biases of q, k and v, olmoe also norms over all heads
+    found += [
+        Case(f"own_balance{whole}", kind, 2, 2, m, "fp32", tp=2, tensor=tensor, padded=True)
+        for whole, kind, tensor, m in (("", "zero1", "1d", 3), ("", "ddp", "sliced", 1), ("_whole", "fsdp", "1d", 1))
+    ]
     return found + [options(model, world=4, tp=4, tensor="1d", precision="fp32") for model in ("gpt_oss", "olmoe")]
 
 

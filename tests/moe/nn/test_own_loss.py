@@ -110,7 +110,12 @@ def test_dpo_begins_at_log_2_on_ranks_and_falls(folder: Path, dpo: ModuleType) -
         trained.train(run, folder / name, ranks=1 if rank else 2, init_from=folder / "base")
         losses = [line["loss"] for line in trained.lines(folder / name)]
         assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.6
-        assert "bits_per_byte" not in trained.lines(folder / name, "eval")[-1]
+        held_out = trained.lines(folder / name, "eval")[-1]
+        assert "bits_per_byte" not in held_out and held_out["validation_loss"] < math.log(2)
+    run = recipe(train={"loss": "dpo:dpo", "steps": 6}, optimizer={"warmup_steps": 0, "lr": 0.01}, pipeline={"microbatches": 2})
+    trained.train(run, folder / "pp")  # resumed, on one rank
+    before, after = (dpo.margins(name, "pairs.jsonl") for name in ("base", "pp"))
+    assert before.keys() == after.keys() and all(after[pair] > before[pair] for pair in before)
 
 
 def test_dpo_begins_with_a_model_of_multi_token_prediction(folder: Path, dpo: ModuleType) -> None:

@@ -50,6 +50,7 @@ OTHER: dict[str, Any] = {
     "capacity_multiple": 3,
     "drop": "lowest_gate",
     "queue": "tokens_first",
+    "balance_loss": "moe.verify.parts:squared",
     "balance_weight": 0.5,
     "balance_counts": "first",
     "balance_scope": "micro_batch",
@@ -62,7 +63,7 @@ DROPLESS: dict[str, Any] = {"capacity_factor": None, "eval_capacity_factor": Non
 GROUPS = {"expert_groups", "top_groups", "group_score"}
 NOT_MIXED = {"score", "softmax_over", "noise", "second", "bias_rate", "gates"}
 CAPACITY = {"min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue"}
-LOSSES = {"balance_weight", "importance_weight"}
+LOSSES = {"balance_loss", "balance_weight", "importance_weight"}  # EVEN gives the first no weight
 EVEN: dict[str, Any] = {"balance_weight": 0.0}  # required by methods that reject a balance loss
 
 # method of selection -> (other keys to set, keys without effect, keys that are always refused)
