@@ -163,7 +163,9 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
         got, needed = f"{epochs:g} with {run.data.name}", "one source with a length: several have no common epoch, an iterable has none"
         raise BadInput("train.epochs", got=got, needed=needed, fix=Remove("it") | "give train.steps")
     steps = ceil(Fraction(str(epochs)) * train.num_windows / batch)  # exact: 1.1 * 100 is above 110 as a float
-    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {counted(batch, 'sequence')}; an epoch has {train.num_windows}")
+    further = steps * batch - floor(Fraction(str(epochs)) * train.num_windows)
+    rest = f"; in whole steps that is {counted(further, 'sequence')} more than asked" if further else ""
+    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {counted(batch, 'sequence')}; an epoch has {train.num_windows}{rest}")
     return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
 
 
