@@ -23,7 +23,10 @@ from parallel.errors import BadInput
 SHELLS = ("bash", "zsh", "fish")
 _TABLE = "COMPLETION_SPEC = "
 _FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # (character, its escape) in fish's script, which has the table in double quotes
-_ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help. The version: moe --version"
+_ABOUT = (
+    "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. "
+    "More on a verb: moe VERB --help. The version: moe --version"
+)
 _OVERRIDES = "{} can be set by --section.key VALUE, anywhere after the verb: {}."
 _SETS = ("Any value of the recipe", "--degrees.ep 2 --model.d_ff=512 (moe show RECIPE lists the keys)")  # words of _OVERRIDES
 _SETS_OF = {  # the same for verbs that differ

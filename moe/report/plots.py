@@ -64,9 +64,11 @@ def loss(history: History) -> Figure | None:
     fig, (ax,) = _panels(history, steps_S=np.concatenate([steps_S, at]))
     _raw_and_smooth(ax, steps_S, loss_S, color=LINES[0], label="training")
     if len(at):
-        ax.plot(at, validation, color=LINES[1], marker="o", markersize=4.5, label="validation")
+        ax.plot(at, validation, color=LINES[1], marker="o", markersize=4.5, label="validation", clip_on=False)
         below = validation[-1] < np.nanmean(loss_S[-20:]) if np.isfinite(loss_S[-20:]).any() else False
         place: Any = {"xytext": (-4, -13 if below else 8), "textcoords": "offset points", "ha": "right"}
+        low, high = ax.get_ylim()
+        ax.set_ylim(low - 0.1 * (high - low), high)  # room for the number below the lowest point
         ax.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), color=LINES[1], fontweight="bold", **place)
     ax.set_title("Loss")
     ax.set_ylabel("cross-entropy (nats per token)" if history.in_nats else "train.loss")

@@ -82,8 +82,8 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
         from moe.recipe.load import load
 
         load(flags.recipe, overrides)  # a misspelled recipe or key is named first
-        fix = f"moe plan {flags.recipe} --cluster h100-8; for this machine: moe train {flags.recipe} --dry_run"
-        raise BadInput(f"moe plan {flags.recipe}", got="no --cluster", needed=f"one of {some_clusters()}, or a file", fix=fix)
+        fix = "add --cluster h100-8; for this machine: moe train RECIPE --dry_run"
+        raise BadInput("moe plan", got="no --cluster", needed=f"one of {some_clusters()}, or a file", fix=fix)
     return call("moe.cli.plan", flags, overrides)
 
 

@@ -236,7 +236,13 @@ def test_a_number_of_epochs_is_no_binary_fraction() -> None:
     """110 samples are 11 steps of 10, although 1.1 * 100 is above 110 in floating point."""
     data = Dataset(TrainSet(Windows(np.zeros(1001, np.int64), 10, 256), 0), None, Bytes(), {}, "")  # type: ignore[arg-type]
     run = build_run({"train": {"epochs": 1.1, "global_batch": 10}})
-    assert in_steps(run, data, lambda line: None).train.steps == 11
+    said: list[str] = []
+    assert in_steps(run, data, said.append).train.steps == 11
+    assert said == ["train.epochs 1.1: 11 steps of 10 sequences; an epoch has 100", said[1]]
+    assert said[1].startswith("optimizer.warmup_steps 50: these 11 steps never reach optimizer.lr; set optimizer.warmup_steps to 1")
+    more = build_run({"train": {"epochs": 1.1, "global_batch": 16}, "optimizer": {"warmup_steps": 7}})
+    assert in_steps(more, data, said.append).train.steps == 7
+    assert said[2:] == ["train.epochs 1.1: 7 steps of 16 sequences; an epoch has 100; in whole steps that is 2 sequences more than asked"]
 
 
 def test_epochs_of_what_has_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
