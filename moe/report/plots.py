@@ -84,11 +84,14 @@ def router_losses(history: History) -> Figure | None:
         return None
     fig, axes = _panels(history, len(shown))
     for ax, (key, name), color in zip(axes, shown, LINES, strict=False):
-        _raw_and_smooth(ax, steps_S, history.series_S(key), color=color, label=name)
+        only_measured = history.weights.get(key) == 0
+        about = f"{name} (weight 0: only measured)" if only_measured else name
+        _raw_and_smooth(ax, steps_S, history.series_S(key), color=color, label=about)
         if key == "balance_loss":  # dashed line: the sum over layers for even load, whose balance loss is 1 in each layer
             ax.axhline(len(history.layers), color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
-            ax.legend(loc="upper right")
-        ax.set_ylabel(name if history.weights.get(key) != 0 else f"{name}\n(weight 0: only measured)")
+        if key == "balance_loss" or only_measured:
+            ax.legend(loc="best")
+        ax.set_ylabel(name)
     axes[0].set_title("Router losses, summed over layers")
     return fig
 
