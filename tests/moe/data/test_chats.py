@@ -196,6 +196,19 @@ def test_sources_of_chats_have_fields_of_their_own(tmp_path: Path) -> None:
         open_data(write(tmp_path, [3]), max_length=30, vocab_size=256, seed=1, cache=tmp_path)
 
 
+def test_padding_of_more_than_half_is_said(tmp_path: Path) -> None:
+    """Chats of 3 + 6 tokens and a separator in sequences of 40 are 75 % padding, in sequences of 20 half."""
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}")
+    turns = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "defghi"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    values = {"source": "chat", "path": str(tmp_path / "chats.jsonl"), "chat_template": str(tmp_path / "t.jinja")}
+    for length, packing, there in ((39, False, True), (19, False, False), (39, True, False)):
+        said: list[str] = []
+        data = build_run({"data": values | {"packing": packing}}).data
+        open_data(data, max_length=length, vocab_size=256, seed=1, cache=tmp_path, log=said.append)
+        assert any("; 75% of the tokens are padding: data.packing true joins chats" in line for line in said) == there, said
+
+
 def test_a_run_counts_tokens_without_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of packed chats, on two ranks with unequal numbers of tokens."""
     home = trained.home(tmp_path, monkeypatch)
