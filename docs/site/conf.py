@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
+FOREIGN = ("Alias for field number", "Define the computation performed at every call")  # docstrings of fields of a NamedTuple, of forward
 BESIDE = {"site/readme": "README", "site/contributing": "CONTRIBUTING", "site/changelog": "CHANGELOG"}
 sys.path.insert(0, str(DOCS.parent))
 
@@ -68,8 +69,10 @@ def contents(title: str, pages: list[str]) -> str:
 
 
 def as_written(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Docstrings are plain text: paragraphs are told as such, and diagrams, which have columns or are indented, stand as they are typed."""
+    """Docstrings are plain text: paragraphs are told as such, and diagrams, which have columns or are indented, stand as they are typed.
+    Docstrings that come from Python and torch are left out."""
     text = "\n".join(lines).strip("\n")
+    text = "" if text.startswith(FOREIGN) else text
     lines[:] = []
     for block in re.split(r"\n\s*\n", text):
         rows = block.split("\n")

@@ -25,6 +25,7 @@ from parallel.fixes import Fix
 
 # type of a flag's value -> (words for the accepted values, an example)
 _KINDS = {int: ("a whole number", "2"), float: ("a number", "0.8"), Path: ("a path", "PATH"), str: ("text", "TEXT")}
+_EXAMPLES = {("show", "--keys"): ("a section of a recipe, or all", "all")}  # (verb, flag) -> the same, of one flag
 _GRAVE = ("--fresh", "--force")  # never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
 _REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"} | {
     ("plan", f"--{name}"): "name the devices in --cluster: h100-8x4 has 4 nodes of 8, and h100-2 two devices of one node"
@@ -63,7 +64,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
             continue
         if not equals:
             if following.startswith("-") and not re.match(r"-\.?\d", following):
-                needed_value, example = _described(flags[name])
+                needed_value, example = _EXAMPLES.get((verb, name)) or _described(flags[name])
                 raise BadInput(name, got="no value", needed=needed_value, fix=f"{name}={example}")
             value = next(rest)[1]
         found = _value(name, flags[name], value)

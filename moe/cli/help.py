@@ -23,7 +23,10 @@ from parallel.errors import BadInput
 SHELLS = ("bash", "zsh", "fish")
 _TABLE = "COMPLETION_SPEC = "
 _FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # (character, its escape) in fish's script, which has the table in double quotes
-_ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
+_ABOUT = (
+    "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. "
+    "More on a verb: moe VERB --help. The version: moe --version"
+)
 _OVERRIDES = "{} can be set by --section.key VALUE, anywhere after the verb: {}."
 _SETS = ("Any value of the recipe", "--degrees.ep 2 --model.d_ff=512 (moe show RECIPE lists the keys)")  # words of _OVERRIDES
 _SETS_OF = {  # the same for verbs that differ
@@ -40,8 +43,12 @@ def print_verbs(*, benches: list[str]) -> None:
 
 
 def print_help(verb: str, *, benches: list[str]) -> None:
-    with contextlib.suppress(SystemExit):
+    """Print a verb's help: tyro's text, with the lines of its description filled to the terminal's width."""
+    text = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
         _tyro([verb, "--help"], benches=benches)
+    about, frame, flags = text.getvalue().partition("╭")
+    print(filled(about) + frame + flags, end="")
 
 
 def print_bench(name: str, about: str, takes: dict[str, str]) -> None:

@@ -176,7 +176,10 @@ def _chats(
         if data.packing
         else f"each {alone} is padded to a sequence"
     )
-    log(f"data: {holds} of {counted(max_length + 1, 'token')} (model.max_length + 1); an epoch is {counted(train.num_windows, 'sequence')}")
+    size, padding = max_length + 1, 1 - chats.encoded.starts[-1] / ((train.num_windows + held.num_windows) * (max_length + 1))
+    epoch = f"an epoch is {counted(train.num_windows, 'sequence')}"
+    wasted = f"; {padding:.0%} of the tokens are padding: data.packing true joins chats" if padding > 0.5 and alone == "chat" else ""
+    log(f"data: {holds} of {counted(size, 'token')} (model.max_length + 1); {epoch}{'' if data.packing else wasted}")
     index = {"key": chats.key, "pairs": chats.encoded.pairs}
     return Dataset(TrainSet(train, seed), ValidationSet(held, tokenizer.bytes_per_id), tokenizer, index, chats.key)
 

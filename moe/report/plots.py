@@ -64,9 +64,11 @@ def loss(history: History) -> Figure | None:
     fig, (ax,) = _panels(history, steps_S=np.concatenate([steps_S, at]))
     _raw_and_smooth(ax, steps_S, loss_S, color=LINES[0], label="training")
     if len(at):
-        ax.plot(at, validation, color=LINES[1], marker="o", markersize=4.5, label="validation")
+        ax.plot(at, validation, color=LINES[1], marker="o", markersize=4.5, label="validation", clip_on=False)
         below = validation[-1] < np.nanmean(loss_S[-20:]) if np.isfinite(loss_S[-20:]).any() else False
         place: Any = {"xytext": (-4, -13 if below else 8), "textcoords": "offset points", "ha": "right"}
+        low, high = ax.get_ylim()
+        ax.set_ylim(low - 0.1 * (high - low), high)  # room for the number below the lowest point
         ax.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), color=LINES[1], fontweight="bold", **place)
     ax.set_title("Loss")
     ax.set_ylabel("cross-entropy (nats per token)" if history.in_nats else "train.loss")
@@ -82,11 +84,14 @@ def router_losses(history: History) -> Figure | None:
         return None
     fig, axes = _panels(history, len(shown))
     for ax, (key, name), color in zip(axes, shown, LINES, strict=False):
-        _raw_and_smooth(ax, steps_S, history.series_S(key), color=color, label=name)
+        only_measured = history.weights.get(key) == 0
+        about = f"{name} (weight 0: only measured)" if only_measured else name
+        _raw_and_smooth(ax, steps_S, history.series_S(key), color=color, label=about)
         if key == "balance_loss" and "own_balance" not in history.weights:  # dashed: even load, whose loss is 1 in each layer
             ax.axhline(len(history.layers), color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
-            ax.legend(loc="upper right")
-        ax.set_ylabel(name if history.weights.get(key) != 0 else f"{name}\n(weight 0: only measured)")
+        if key == "balance_loss" or only_measured:
+            ax.legend(loc="best")
+        ax.set_ylabel(name)
     axes[0].set_title("Router losses, summed over layers")
     return fig
 

@@ -86,6 +86,7 @@ CASES: list[tuple[str, str, str]] = [
     ("verify --model.d_ff 512", "--model.d_ff: got a flag", "moe train, moe show, moe plan, moe convert"),
     ("recipes --json x", "--json: got a flag", "moe recipes --help"),
     (T + "--nproc", "--nproc: got no value", "--nproc=2"),
+    ("show --keys", "--keys: got no value, needed a section of a recipe, or all", "--keys=all"),
     (T + "--nproc --fresh", "--nproc: got no value", "--nproc=2"),
     (T + "--nproc two", "--nproc: got two, needed a whole number", "--nproc 2"),
     (T + "--nproc 2.5", "--nproc: got 2.5, needed a whole number", "--nproc 2"),

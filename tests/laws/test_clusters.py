@@ -118,6 +118,13 @@ def test_the_dockerfile_has_its_stages_and_installs_extras_that_exist() -> None:
         assert program == "moe" and isinstance(read_words(verb, VERBS[verb], rest), VERBS[verb])
 
 
+def test_an_image_leaves_out_what_git_ignores() -> None:
+    """Otherwise `COPY .` would put runs, and an environment of gigabytes, into the image."""
+    left_out = {name: (ROOT / name).read_text(encoding="utf-8").splitlines() for name in (".gitignore", ".dockerignore")}
+    ignored = {line.rstrip("/") for line in left_out[".gitignore"] if line and not line.startswith("#")}
+    assert "runs" in ignored and {line.removeprefix("**/") for line in left_out[".dockerignore"] if line[0] != "#"} == ignored | {".git"}
+
+
 def test_kubeflows_objects_have_known_fields_and_belong_together() -> None:
     runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text(encoding="utf-8"))
     for one in (runtime, job):

@@ -267,4 +267,6 @@ def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> 
     assert all(
         f'href="{page.as_posix()}"' in front for page in pages if page.name != "index.html"
     )  # the start page's contents link to every page
-    assert "moe.train.loop.trainer." in (tmp_path / "site/api.html").read_text(encoding="utf-8")
+    reference = (tmp_path / "site/api.html").read_text(encoding="utf-8")
+    assert "moe.train.loop.trainer." in reference
+    assert not re.search("Alias for field number|Define the computation performed", reference), "docstrings of Python and torch"

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ import pytest
 import moe
 from moe.recipe.load import load
 from parallel.process import process
-from tests.support.notebook import executed, stored
+from tests.support.notebook import executed, in_a_kernel, stored
 from tests.support.ranks import run_on_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/use/python.md"
 SCRIPTS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.S | re.M)
+NOTEBOOK = PAGE.with_name("look_inside.ipynb")
+JUPYTER_LACKS = [name for name in ("nbclient", "ipykernel") if find_spec(name) is None]
 SMALL = {"model.num_layers": 2, "model.d_model": 32, "train.global_batch": 4, "train.eval_sequences": 4, "optimizer.warmup_steps": 1}
+
+
+def without_numbers(texts: list[str]) -> list[str]:
+    return [re.sub(r"[\d.]+", "0", text) for text in texts]
 
 
 def small(recipe: str, overrides: dict[str, Any]) -> Any:
@@ -39,9 +46,18 @@ def test_a_script_of_the_page_runs(script: str, home: Path, tmp_path: Path, monk
 def test_the_notebook_prints_what_it_shows_but_for_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(moe, "load", small, raising=False)
-    notebook = json.loads(PAGE.with_name("look_inside.ipynb").read_text(encoding="utf-8"))
-    shown = [re.sub(r"[\d.]+", "0", text) for text in stored(notebook)]
-    assert [re.sub(r"[\d.]+", "0", text) for text in executed(notebook)] == shown and len(shown) == 4
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    shown = without_numbers(stored(notebook))
+    assert without_numbers(executed(notebook)) == shown and len(shown) == 4
+
+
+@pytest.mark.packages
+@pytest.mark.timeout(280)
+@pytest.mark.skipif(bool(JUPYTER_LACKS), reason=f"Jupyter's kernel needs {' and '.join(JUPYTER_LACKS)} (pip install)")
+def test_the_notebook_runs_in_jupyter_s_kernel(tmp_path: Path) -> None:
+    """Unchanged, so with its own steps: the kernel is another process."""
+    shown = stored(json.loads(NOTEBOOK.read_text(encoding="utf-8")))
+    assert without_numbers(in_a_kernel(NOTEBOOK, tmp_path, timeout_s=240)) == without_numbers(shown)
 
 
 def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

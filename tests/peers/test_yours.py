@@ -235,7 +235,13 @@ def test_rows_left_over_are_padding_only_if_they_are_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [("ONE", "--compare: got only ONE"), ("--compare ONE", "got only ONE"), ("--compare no no", "no rank-0.json")]
+    ("words", "said"),
+    [
+        ("ONE", "got the word ONE, needed flags alone; a word only as MANY in --compare ONE MANY; fix: to test a recipe: moe verify --rec"),
+        ("switch_tiny", "fix: to test a recipe: moe verify --recipe switch_tiny; "),
+        ("--compare ONE", "--compare: got only ONE"),
+        ("--compare no no", "no rank-0.json"),
+    ],
 )
 def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert moe(["verify", *words.split()]) == 2

@@ -1,4 +1,5 @@
-"""Runs a notebook without Jupyter: `python -m tests.support.notebook docs/use/look_inside.ipynb` writes what its cells print into it."""
+"""Runs a notebook, without Jupyter or in its kernel: `python -m tests.support.notebook docs/use/look_inside.ipynb` writes what its cells
+print into it."""
 
 from __future__ import annotations
 
@@ -20,6 +21,19 @@ def executed(notebook: dict[str, Any]) -> list[str]:
                 exec(compile("".join(cell["source"]), f"cell {len(printed) + 1}", "exec"), names)
             printed.append(out.getvalue())
     return printed
+
+
+def in_a_kernel(path: Path, folder: Path, *, timeout_s: int) -> list[str]:
+    """Return what each code cell of the notebook `path` prints in Jupyter's own kernel, which works in `folder`. Needs nbclient and
+    ipykernel. An exception in a cell raises nbclient's CellExecutionError."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=timeout_s, resources={"metadata": {"path": str(folder)}}).execute()
+    of_code = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(out.output_type == "stream" and out.name == "stdout" for outs in of_code for out in outs), of_code
+    return ["".join(out.text for out in outs) for outs in of_code]
 
 
 def stored(notebook: dict[str, Any]) -> list[str]:

@@ -86,20 +86,27 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
     for flag in (name for name in READ if getattr(flags, name) is not None):
-        raise BadInput(
-            f"--{flag}", got=f"--{flag} without --calibrate", needed="--calibrate, which reads this folder", fix="add --calibrate"
-        )
+        raise BadInput(f"--{flag}", got=f"--{flag} without --calibrate", needed="--calibrate, which reads this folder", fix=_fitted(flag))
     refuse({"nproc": flags.nproc}, got="without --calibrate", needed="--cluster, which gives the number of devices")
     if flags.recipe is None:
-        raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
+        needed = "moe plan RECIPE --cluster CLUSTER"
+        raise BadInput("moe plan", got="no RECIPE", needed=needed, fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
         from moe.plan.machine.cluster import some_clusters
+        from moe.recipe.load import load
 
-        raise BadInput("--cluster", got="nothing", needed=f"one of {some_clusters()}, or a file", fix="--cluster a100-80-8x4")
+        load(flags.recipe, overrides)  # a misspelled recipe or key is named first
+        fix = "add --cluster h100-8; for this machine: moe train RECIPE --dry_run"
+        raise BadInput("moe plan", got="no --cluster", needed=f"one of {some_clusters()}, or a file", fix=fix)
     return call("moe.cli.plan", flags, overrides)
 
 
 READ = {"nccl": "moe.calibrate.nccl_tests", "runs": "moe.calibrate.own_runs"}  # flag that names a folder -> module that reads it
+
+
+def _fitted(reads: str, cluster: object = None, out: object = None) -> str:
+    """Return the command that changes a cluster file by the folder of the flag `reads`."""
+    return f"moe plan --calibrate --{reads} FOLDER --cluster {cluster or 'h100-8x4'} --out {out or 'mine.yaml'}"
 
 
 def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
@@ -115,7 +122,9 @@ def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
     if reads is None:
         return int(importlib.import_module("moe.calibrate.calibrate").main(out=flags.out, nproc=flags.nproc))
     if flags.cluster is None or flags.out is None:
-        raise BadInput(f"--{reads}", got="no --cluster or no --out", needed="both", fix="add --cluster h100-8x4 --out mine.yaml")
+        missing = " and ".join(f"--{name}" for name in ("cluster", "out") if getattr(flags, name) is None)
+        needed = "--cluster, the cluster that is changed, and --out, the file for the result"
+        raise BadInput(f"--{reads}", got=f"no {missing}", needed=needed, fix=_fitted(reads, flags.cluster, flags.out))
     return int(importlib.import_module(READ[reads]).main(getattr(flags, reads), flags.cluster, flags.out))
 
 

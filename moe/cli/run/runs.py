@@ -62,9 +62,15 @@ def _refuse_others(flags: Verify, kind: str, *allowed: str) -> None:
 
 
 def _compare(flags: Verify) -> int:
-    if flags.compare is None or flags.many is None:
-        got = f"only {flags.compare or flags.many}"
-        raise BadInput("--compare", got=got, needed="the folders of two records, ONE and MANY", fix="moe verify --compare ONE MANY")
+    if flags.compare is None:
+        from moe.recipe.load import recipe_names
+
+        own = f"to test a recipe: moe verify --recipe {flags.many if flags.many in recipe_names() else 'RECIPE'}"
+        needed = "flags alone; a word only as MANY in --compare ONE MANY"
+        raise BadInput("moe verify", got=f"the word {flags.many}", needed=needed, fix=f"{own}; to test all layouts: moe verify")
+    if flags.many is None:
+        fix = f"moe verify --compare {flags.compare} MANY"
+        raise BadInput("--compare", got=f"only {flags.compare}", needed="the folders of two records, ONE and MANY", fix=fix)
     refuse_others(flags, ("compare", "many", "json"), got="with --compare", needed="no flags but --json")
     return call("moe.verify.yours.compare", flags.compare, flags.many, json=flags.json)
 

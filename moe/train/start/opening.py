@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from math import ceil, prod
+from math import ceil, floor, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,7 +154,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
 
 def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
     """Return the run with train.steps set to the steps of train.epochs, rounded up, so the last step may read samples of the next epoch.
-    Raises BadInput for data without epochs."""
+    Say so, and also if the warm-up is longer than the run. Raises BadInput for data without epochs."""
     epochs, batch = run.train.epochs, run.train.global_batch
     if epochs is None:
         return run
@@ -163,7 +163,11 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
         got, needed = f"{epochs:g} with {run.data.name}", "one source with a length: several have no common epoch, an iterable has none"
         raise BadInput("train.epochs", got=got, needed=needed, fix=Remove("it") | "give train.steps")
     steps = ceil(Fraction(str(epochs)) * train.num_windows / batch)  # exact: 1.1 * 100 is above 110 as a float
-    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {counted(batch, 'sequence')}; an epoch has {train.num_windows}")
+    further = steps * batch - floor(Fraction(str(epochs)) * train.num_windows)
+    rest = f"; in whole steps that is {counted(further, 'sequence')} more than asked" if further else ""
+    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {counted(batch, 'sequence')}; an epoch has {train.num_windows}{rest}")
+    if (warmup := run.optimizer.warmup_steps) > steps:
+        say(f"optimizer.warmup_steps {warmup}: these {steps} steps never reach optimizer.lr; set optimizer.warmup_steps to {steps // 10}")
     return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
 
 

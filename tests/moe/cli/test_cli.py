@@ -80,7 +80,8 @@ def test_help_of_a_verb_lists_its_flags(verb: str, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     for name in verbs.VERBS[verb].__dataclass_fields__:
         assert f"--{name}" in said or name.upper() in said
-    assert ("--section.key VALUE" in said) == (verb in verbs.RECIPE_VERBS)
+    assert ("--section.key VALUE" in " ".join(said.split())) == (verb in verbs.RECIPE_VERBS)
+    assert max(map(len, said.splitlines())) <= 100, "a verb's description is wrapped too"
 
 
 def test_help_has_no_gap_where_a_docstring_begins_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +94,8 @@ def test_help_has_no_gap_where_a_docstring_begins_a_line(capsys: pytest.CaptureF
 
 def test_no_word_is_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    assert "usage: moe" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "usage: moe" in said and "moe --version" in said
 
 
 @cache

@@ -256,8 +256,11 @@ def test_links_of_a_node_decide_whether_tensor_parallelism_and_a_pipeline_are_to
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["plan", "glam_tiny"], "--cluster: got nothing, needed one of a100-40-8"),
+        (["plan", "glam_tiny"], "moe plan: got no --cluster, needed one of a100-40-8"),
+        (["plan", "glam_tini"], "recipe: got glam_tini"),
         (["plan", "glam_tiny", "--cluster", "h1000"], "cluster: got h1000, needed one of a100-40-8"),
+        (["plan", "--nccl", "x"], "fix: moe plan --calibrate --nccl FOLDER --cluster h100-8x4 --out mine.yaml"),
+        (["plan", "--calibrate", "--runs", "x", "--out", "m.yaml"], "--runs: got no --cluster, needed"),
         ([*WORDS, "--out", "plan.txt"], "--out: got plan.txt, needed a recipe, *.yaml; fix: --out plan.yaml"),
         ([*WORDS, "--out", f"{__file__}/plan.yaml"], "is no folder, needed a file that can be written"),
         (["plan", "dense_tiny", "--cluster", "a100-80-8", "--out", "/proc/plan.yaml"], "--out: got /proc/plan.yaml: "),

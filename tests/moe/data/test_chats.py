@@ -196,6 +196,19 @@ def test_sources_of_chats_have_fields_of_their_own(tmp_path: Path) -> None:
         open_data(write(tmp_path, [3]), max_length=30, vocab_size=256, seed=1, cache=tmp_path)
 
 
+def test_padding_of_more_than_half_is_said(tmp_path: Path) -> None:
+    """Chats of 3 + 6 tokens and a separator in sequences of 40 are 75 % padding, in sequences of 20 half."""
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}")
+    turns = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "defghi"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    values = {"source": "chat", "path": str(tmp_path / "chats.jsonl"), "chat_template": str(tmp_path / "t.jinja")}
+    for length, packing, there in ((39, False, True), (19, False, False), (39, True, False)):
+        said: list[str] = []
+        data = build_run({"data": values | {"packing": packing}}).data
+        open_data(data, max_length=length, vocab_size=256, seed=1, cache=tmp_path, log=said.append)
+        assert any("; 75% of the tokens are padding: data.packing true joins chats" in line for line in said) == there, said
+
+
 def test_a_run_counts_tokens_without_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of packed chats, on two ranks with unequal numbers of tokens."""
     home = trained.home(tmp_path, monkeypatch)
@@ -236,7 +249,13 @@ def test_a_number_of_epochs_is_no_binary_fraction() -> None:
     """110 samples are 11 steps of 10, although 1.1 * 100 is above 110 in floating point."""
     data = Dataset(TrainSet(Windows(np.zeros(1001, np.int64), 10, 256), 0), None, Bytes(), {}, "")  # type: ignore[arg-type]
     run = build_run({"train": {"epochs": 1.1, "global_batch": 10}})
-    assert in_steps(run, data, lambda line: None).train.steps == 11
+    said: list[str] = []
+    assert in_steps(run, data, said.append).train.steps == 11
+    assert said == ["train.epochs 1.1: 11 steps of 10 sequences; an epoch has 100", said[1]]
+    assert said[1].startswith("optimizer.warmup_steps 50: these 11 steps never reach optimizer.lr; set optimizer.warmup_steps to 1")
+    more = build_run({"train": {"epochs": 1.1, "global_batch": 16}, "optimizer": {"warmup_steps": 7}})
+    assert in_steps(more, data, said.append).train.steps == 7
+    assert said[2:] == ["train.epochs 1.1: 7 steps of 16 sequences; an epoch has 100; in whole steps that is 2 sequences more than asked"]
 
 
 def test_epochs_of_what_has_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,15 +227,23 @@ def test_the_picture_of_biases_has_each_layers_largest_minus_its_least() -> None
         np.testing.assert_allclose(line.get_ydata(), ranges)
 
 
+def test_the_last_validation_loss_has_room_below_the_lowest_point() -> None:
+    """Its number is written under the point if the loss falls; the axis goes on by a tenth of the curves' range, or more."""
+    (ax,) = axes_of("loss", run_lines(40, layers=(1,)))
+    values = np.concatenate([line.get_ydata() for line in ax.lines if len(line.get_ydata()) > 2])
+    assert values.min() - ax.get_ylim()[0] > 0.09 * (values.max() - values.min())
+
+
 def test_router_losses_are_drawn_with_the_ideal_and_with_weights_of_zero(tmp_path: Path) -> None:
-    """A dashed line marks the balance loss of an even load, 1 a layer. The label of a loss with weight 0 says "only measured"."""
+    """A dashed line marks the balance loss of an even load, 1 a layer. The legend of a loss with weight 0 says "only measured"."""
     lines = run_lines(40, layers=(1, 3, 5))
     balance, z = axes_of("router_losses", lines)
     assert [line.get_ydata()[0] for line in balance.lines if line.get_label() == "even load"] == [3]
     assert (balance.get_ylabel(), z.get_ylabel()) == ("balance loss", "z loss")
     with styled():
         fig = PLOT["router_losses"].draw(History.of(lines, {"balance_loss": 0.01, "z_loss": 0.0}))
-    assert [ax.get_ylabel() for ax in fig.axes] == ["balance loss", "z loss\n(weight 0: only measured)"]
+    said = [[text.get_text() for text in legend.get_texts()] if (legend := ax.get_legend()) else [] for ax in fig.axes]
+    assert said == [["balance loss", "even load"], ["z loss (weight 0: only measured)"]] and z.get_legend() is None
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {moe_every: 2}\nrouter: {preset: mixtral}\n")
     assert page._weights(recipe) == {"balance_loss": 0.001, "z_loss": 0.0}
