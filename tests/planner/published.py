@@ -185,7 +185,8 @@ def row_of(of: Published) -> dict[str, Any]:
     """Return one run's row of the JSON."""
     run, cluster = resolved(of), load_cluster(of.cluster)
     network, plan = network_of(run), plan_of(run)
-    as_run = replace(plan, storage=of.storage or plan.storage, recompute=of.recompute or plan.recompute)
+    storage = replace(of.storage or plan.storage, update=plan.storage.update)  # the recipe's optimizer
+    as_run = replace(plan, storage=storage, recompute=of.recompute or plan.recompute)
     equal = network.balanced  # the run's routing is not printed; programs were fitted to rows that count as balanced
     ours, theirs = step_time(network, plan, cluster), step_time(equal, as_run, cluster, of.program)
     here, there = peak(network, plan), peak(equal, as_run, of.stack)

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe.plan.job.states import Storage
-from moe.plan.machine.program import OWN, OWN_ON_CPU, Program
+from moe.plan.machine.program import OWN, OWN_ON_CPU, Program, Updates
 from moe.plan.memory.stack import Stack
 
+# XLA fuses Adafactor (arXiv 1804.04235, algorithms 4 and 5) into three passes over gradients: means of squares over rows and columns; size
+# of the update, by which it is clipped; the update. The last reads and writes weights, whose size is read before (12 bytes); the third
+# reading of gradients takes 4. Counted from the algorithm, not measured. Its runs use no other optimizer.
+FUSED = Updates(adafactor=16.0, decay=0.0)
+# Muon's products in bf16, as in Moonlight's code (github.com/MoonshotAI/Moonlight, examples/toy_train.py); its other operators as here
+IN_BF16 = Updates(products="bf16")
 MIXED_BOTH_GRADIENTS = Storage(2, 6, 12)  # 16 bits with two copies of the gradients, as in DeepSpeed's bf16 optimizer
 PROGRAMS = {
     program.name: program
@@ -40,6 +46,7 @@ PROGRAMS = {
             experts="each",
             accumulates="within",
             parameters="overlapped",
+            updates=IN_BF16,
         ),
         # Megatron-Core's own FSDP, which sums gradients in 16 bits
         Program("megatron-fsdp", launch_us=20, tensor_overlap=0.5, experts="each", accumulates="within", sent_gradients="computed"),
@@ -53,7 +60,7 @@ PROGRAMS = {
         Program("fsdp", launch_us=20, pointwise=2.0, selective="half"),
         Program("fsdp-compiled", launch_us=10, selective="half"),
         # XLA: pointwise operators are fused, attention scores are written to memory, one launch runs a whole program
-        Program("xla", attention="scores", launch_us=2, gradients="after", transfers="whole"),
+        Program("xla", attention="scores", launch_us=2, gradients="after", transfers="whole", updates=FUSED),
     )
 }
 # Megatron-LM: fused activations keep gate and up and their product; its fused bias-dropout-add writes masks for any probability.

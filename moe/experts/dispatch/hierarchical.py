@@ -61,7 +61,7 @@ class Hierarchical(Dispatcher):
         hops = (("ep_outer", outer, inner, outer, 2 * inner + 2), ("ep_inner", inner, 1, load.ranks, 3))
         for axis, ranks, stride, targets, columns in hops:
             copies = load.tokens * load.copies(targets)
-            busiest = min(load.busiest, targets / load.copies(targets))
+            busiest = min(load.busiest, max(1.0, targets / load.copies(targets)))  # at most a copy of each token
             rows = Message(axis, "all_to_all", copies * load.row_bytes, ranks, stride, busiest=busiest)
             gates = rows._replace(handed=copies * 4 * load.choices)  # a gate is sent in fp32
             places = gates  # a place (dispatcher.py) is int32, so places need as many bytes as gates

@@ -7,8 +7,8 @@ Optimizer states are fp32, and take these bytes for each parameter. `optimizer_b
     muon          4     in matrices; 8 in embedding, head, gates, and vectors such as norms
     adafactor     4 (n + m) / (n m)     in an n x m matrix; 4 in a vector
 
-The optimizers of parallel/optim compute in eager operators, so an update moves more bytes than AdamW's single kernel (`MOVED`). Muon also
-needs matrix products: 5 (4 m + 2 m m / n) floating-point operations per parameter of an n x m matrix, m at most n.
+Muon also needs matrix products: 5 (4 m + 2 m m / n) floating-point operations per parameter of an n x m matrix, m at most n. The bytes that
+an update moves, and the dtype of these products, depend on the program (moe/plan/machine/program.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe.plan.job.flops import (
     slots_of_token,
 )
 from moe.plan.job.network import Adapters, Experts, Network, Plan, Router
-from moe.plan.job.states import ADAMW, BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage, Update
+from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage, Update
 from moe.recipe.frozen import PARTS, layers_of
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
@@ -250,9 +250,6 @@ def _with_adam(run: Run) -> Storage:
 
 # --- bytes of optimizer states ------------------------------------------------------------------------------------------
 
-# bytes that an update without weight decay reads and writes per parameter, apart from gradients; Muon's iterations: FLOPs (`_iterated`)
-MOVED = {"sgd": 36.0, "muon": 56.0, "adafactor": 52.0}
-
 
 class Matrices(NamedTuple):
     """`num` matrices of the same shape. kind: `expert` (in experts), `outer` (embedding, head and gates), or `inner` (all others)."""
@@ -286,19 +283,20 @@ def optimizer_bytes(run: Run) -> tuple[float, float]:
 
 def update_of(run: Run) -> Update:
     """Return the work of the recipe's optimizer for one parameter, as means over parameters."""
-    kind = run.optimizer.kind
-    if kind not in MOVED or run.optimizer.is_own:
-        return ADAMW
-    moved = MOVED[kind] + (8.0 if run.optimizer.weight_decay else 0.0)  # decay reads and writes the weights
-    if kind != "muon":
-        return Update((moved, moved))
+    kind, decays = run.optimizer.kind, run.optimizer.weight_decay > 0
+    if kind == "sgd":
+        return Update("sgd", decays=decays)
+    if kind == "adafactor":
+        return Update("adafactor", decays=decays)
+    if kind != "muon" or run.optimizer.is_own:
+        return Update(decays=decays)
     found, total = list(_matrices(run)), size(run).total
     experts = [m for m in found if m.kind == "expert"]
     dense = total - sum(m.elements for m in experts)
     inner = [m for m in found if m.kind == "inner"]
     part = sum(m.elements for m in inner) / dense  # fraction of the dense parameters that Muon updates
     of_experts = sum(map(_iterated, experts)) / sum(m.elements for m in experts) if experts else 0.0
-    return Update((part * moved + (1 - part) * ADAMW.moved[0], moved), (sum(map(_iterated, inner)) / dense, of_experts))
+    return Update("muon", (part, 1.0), decays, (sum(map(_iterated, inner)) / dense, of_experts))
 
 
 def _iterated(found: Matrices) -> float:

@@ -13,6 +13,7 @@ gathered for the current layer, and communication buckets are not included. Sour
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from moe.plan.job.hashed import Summed
 
@@ -21,15 +22,14 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Update:
-    """Work of an optimizer's update for one parameter: (outside of experts, in experts). moved: bytes read and written, apart from
-    gradients. flops: floating-point operations of matrix products in fp32; ranks that hold copies of a matrix share them."""
+    """An optimizer's update, whatever program computes it (program.py has the bytes that a program moves). Pairs: (outside of experts, in
+    experts). own: fraction of the parameters that the optimizer's own rule updates; AdamW's rule updates the others. decays: weight decay.
+    flops: floating-point operations of matrix products for one parameter; ranks that hold copies of a matrix share them."""
 
-    moved: tuple[float, float]
+    optimizer: Literal["adamw", "sgd", "muon", "adafactor"] = "adamw"
+    own: tuple[float, float] = (1.0, 1.0)
+    decays: bool = False
     flops: tuple[float, float] = (0.0, 0.0)
-
-
-# AdamW reads and writes 12 bytes per parameter (two moments, fp32 master copy), and writes 2 (the parameter in 16 bits)
-ADAMW = Update((26.0, 26.0))
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Storage:
     optimizer: float
     of_experts: float | None = None
     blocks: float = 0.0
-    update: Update = ADAMW
+    update: Update = Update()
 
     @property
     def total(self) -> float:

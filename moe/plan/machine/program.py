@@ -10,10 +10,34 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
+from moe.plan.job.states import Update
 
 # a pass takes the longer of host's time (kernel launches) and device's time, plus this fraction of the shorter; fitted to vTrain's steps
 # with small layers
 ALONE = 0.3
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How a program computes an optimizer's update. The default is this project's: torch's operators in fp32, except AdamW's fused kernel.
+
+    adamw, sgd, muon, adafactor: bytes that this optimizer reads and writes for one parameter, apart from gradients and Muon's matrix
+    products. AdamW reads and writes 12 (two moments, fp32 master copy), and writes 2 (the parameter in 16 bits). decay: additional bytes
+    if separate operators decay the weights. products: dtype of Muon's matrix products."""
+
+    adamw: float = 26.0
+    sgd: float = 36.0
+    muon: float = 56.0
+    adafactor: float = 52.0
+    decay: float = 8.0
+    products: str = "fp32"
+
+    def moved(self, update: Update) -> tuple[float, float]:
+        """Return the bytes that an update reads and writes for one parameter, apart from gradients: (outside of experts, in experts)."""
+        bytes_of = {"adamw": self.adamw, "sgd": self.sgd, "muon": self.muon, "adafactor": self.adafactor}
+        rule = bytes_of[update.optimizer] + (self.decay if update.decays and update.optimizer != "adamw" else 0.0)
+        dense, expert = update.own
+        return dense * rule + (1 - dense) * self.adamw, expert * rule + (1 - expert) * self.adamw
 
 
 @hashed_once
@@ -58,6 +82,7 @@ class Program:
     selective: Literal["core", "second", "half"] = "core"
     casts: Literal["use", "step"] = "step"  # weights are cast at each use (layer times include these casts), or once a step
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
+    updates: Updates = Updates()
 
 
 # this project's trainer: eager torch with fused attention

@@ -61,14 +61,16 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
         parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
     masks = _masks(n, plan)
     if n.buckets and plan.sp == 1:  # with sp, the backward pass recomputes the bias
-        if stack.biased == "scores":
+        if stack.core == "scores":
+            pass  # adding a bias to scores keeps nothing
+        elif stack.biased == "scores":
             parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         else:
             parts["attention"] += c * bias_elements(n, plan, stack) * masks
         parts["attention"] += n.length**2 * (masks if n.sees == "past" or n.documents else 0)  # mask of visible pairs: 1 byte
     elif stack.keys == "repeated" and plan.sp == 1:  # torch converts a mask to the queries' dtype; documents need one for each sequence
         parts["attention"] += c * (masks if n.documents else n.windows_masked) * n.length**2
-    elif stack.core == "scores":
+    if stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if keeps_scores(plan):
         parts["core"] = at.inside * c * n.heads * n.length
@@ -224,8 +226,10 @@ def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> flo
         moved = 2 * n.width if plan.ep * plan.etp > 1 or not e.fused else 0
         elements += n.trains("experts") * most_rows(n, plan) * (moved + matrices * e.hidden / plan.etp)
         elements += n.trains("dense") * tokens / plan.tp * matrices * e.shared_hidden
-    of_cross = _cross(n, n.encoder, plan, stack) if n.encoder is not None and trains_attention else 0.0
-    return stack.pending * plan.compute_bytes * elements + of_cross
+    if n.encoder is not None and trains_attention:  # cross-attention: inputs and output gradients of q and out, output gradients of k and v
+        keys = 2 * n.groups * n.channels * tokens_of(n.encoder, plan, stack).inside
+        elements += ends + at.inside * 2 * n.heads * n.channels + keys
+    return stack.pending * plan.compute_bytes * elements
 
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
@@ -234,10 +238,11 @@ def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
     the inputs and output gradients of its layer's products and of the product that merges its inputs."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
-    of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
+    of_head = network.width * at.read + logits(network, plan) if kept else 0.0
     dense = network.of_ahead
     of_layers = sum(layer_pending(dense, plan, stack, network.layers + depth) for depth in range(network.ahead))
-    return of_head * (1 + network.ahead) + of_layers + stack.pending * c * 3 * network.width * at.between * network.ahead
+    joined = 3 * network.width * at.between
+    return stack.pending * c * (of_head * (1 + network.ahead) + joined * network.ahead) + of_layers
 
 
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:

@@ -6,7 +6,7 @@ the rank with the most rows, which has `Experts.share` times the mean.
 
 from __future__ import annotations
 
-from moe.plan.job.network import Network, Plan
+from moe.plan.job.network import Experts, Network, Plan
 from moe.plan.memory.stack import Stack
 from parallel.mesh.traffic import Load, Message, Traffic
 
@@ -45,6 +45,19 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
     if e.exchange is not None:
         return e.exchange.traffic(load)
     return Traffic.there_and_back(rows=Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest))
+
+
+def once_each(experts: Experts, ep: int, nodes: int) -> tuple[float, float]:
+    """Return (copies sent to ranks, copies sent to nodes) of an exchange over `ep` ranks that sends a token once to each node, and there
+    once to each rank, that needs it. Both are fractions of an all-to-all's rows. They count for the busiest rank and node, as its rows do;
+    these get at most one copy of each token."""
+    rows, busiest = experts.choices * experts.mean_rows, experts.share(ep)
+
+    def copies(targets: int) -> float:
+        reached = experts.reached(targets)
+        return reached * min(busiest, max(1.0, targets / reached)) / (rows * busiest)
+
+    return copies(ep), copies(nodes)
 
 
 def buffers_of(network: Network, plan: Plan) -> float:

@@ -10,9 +10,9 @@ The fields norm, rms, statistics, lse and maps are numbers of bytes too:
                     + over_ranks c w             with sequence parallelism, a transposed copy of attention's output
     core            (2 c + 1) heads L            if `core` is `scores`: softmax of all (query, key) pairs, dropout's mask and output
                     c heads L                    with Colossal-AI's ring attention, whatever `core` is: softmax of all pairs
-    with T5's bias  if `biased` is `scores`: (12 + c) w + 4 heads L for attention and core together; if `fused`: attention as above, and the
-                    bias, c heads L^2 per micro-batch. If attention is causal or documents are packed, also a mask, L^2 per micro-batch.
-                    With documents, bias and mask are per sequence
+    with T5's bias  if `core` is `scores`: attention and core as above. Else, if `biased` is `scores`: (12 + c) w + 4 heads L for both
+                    together; if `fused`: attention as above, and the bias, c heads L^2 per micro-batch. If attention is causal or
+                    documents are packed, also a mask, L^2 per micro-batch. With documents, bias and mask are per sequence
     with a mask     if keys are `repeated`: c L^2 per micro-batch for windows above half of the length, c L^2 per sequence for documents
     network         c (n - a) F                  n (`plain` or `gated`): number of kept tensors of the hidden size
     activation      c a F                        a (`activation_of`): number of these that are outputs of the activation

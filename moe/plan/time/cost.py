@@ -282,7 +282,8 @@ def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> t
     moved = g * trained.total / (shared if plan.stage >= 2 else 1)  # bytes of gradients that are zeroed
     offload = 0.0
     if plan.offload_optimizer == "none":
-        moved += update.moved[0] * updated[0] + update.moved[1] * updated[1] + 2 * g * elements
+        of_dense, of_expert = program.updates.moved(update)
+        moved += of_dense * updated[0] + of_expert * updated[1] + 2 * g * elements
     else:
         offload += elements * (g + plan.compute_bytes) / host + elements * ranks / cluster.host_adam_per_s
     if plan.offload_optimizer == "nvme":
@@ -290,7 +291,7 @@ def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> t
     if plan.offload_parameters != "none":
         once = held.parameters / shared * plan.compute_bytes
         offload += 2 * plan.microbatches * once / (host if plan.offload_parameters == "cpu" else disk / ranks)
-    return moved / cluster.device.bandwidth + flops / cluster.device.rate("fp32") + step, offload
+    return moved / cluster.device.bandwidth + flops / cluster.device.rate(program.updates.products) + step, offload
 
 
 FILE = Path(__file__).with_name("ranges.yaml")

@@ -37,10 +37,10 @@ from moe.plan.job.hashed import Summed
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
-from moe.plan.memory.rows import traffic_of
+from moe.plan.memory.rows import once_each, traffic_of
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES, Grid
-from parallel.mesh.traffic import Message, distinct
+from parallel.mesh.traffic import Message
 from parallel.sequence.kinds import Attention
 
 
@@ -262,7 +262,7 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
         found = 0.0
         for m in messages:
             group = group_of(m.ranks, m.stride * plan.etp, per_node, plan.world)
-            ranks, nodes = (distinct(e.choices, n) / e.choices if program.dispatch == "by_node" else 1.0 for n in (plan.ep, group.nodes))
+            ranks, nodes = once_each(e, plan.ep, group.nodes) if program.dispatch == "by_node" else (1.0, 1.0)
             found += collective(cluster, group, m.name, m.handed * m.busiest * ranks, copies=nodes / ranks)
         return found
 

@@ -15,6 +15,7 @@ from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.experts import Experts
 from moe.kernels import choose, cpu
 from moe.plan.job.network import Experts as PlannedExperts
+from moe.plan.memory.rows import once_each
 from moe.recipe import sections
 from moe.router.methods.group_limited import group_limited
 from moe.router.routing import Routing
@@ -179,6 +180,8 @@ def test_the_planner_expects_the_copies_of_random_choices(groups: tuple[int, int
     scores_TE = random(4000, 256, seed=4)
     expert_TK = group_limited(scores_TE, 8, expert_groups=every, top_groups=few, best=2, kernels=cpu)
     counted = sum(len(set(row)) for row in (expert_TK * targets // 256).tolist()) / 4000
-    expected = PlannedExperts(256, 8, 1, open_groups=groups).reached(targets)
+    planned = PlannedExperts(256, 8, 1, open_groups=groups)
+    expected = planned.reached(targets)
+    assert once_each(planned, 64, targets)[1] * 8 == pytest.approx(expected)  # of the planner's seconds for a program `by_node`
     assert expected <= max(few, targets * few / every)
     assert abs(expected / counted - 1) < (0.03 if targets >= every else 0.07)  # groups are drawn without replacement

@@ -49,7 +49,7 @@ ACTIVE = {
 # printed without embedding and head: Qwen3's model card; Moonlight's paper
 INNER = {"qwen3_30b_a3b": 29.9e9, "deepseek_v2_lite": 15.29e9, "moonlight_16b": 15.29e9}
 # largest error of a predicted step, if above 10 %; docs/parallel/planner_published.md has the reasons
-FAR = {"glam_64b_64e": 0.30, "qwen3_30b_a3b": 0.36, "gpt_oss_20b": 0.14}
+FAR = {"glam_64b_64e": 0.30, "deepseek_v3": 0.11, "qwen3_30b_a3b": 0.36, "gpt_oss_20b": 0.14}
 # (dp, tp, pp, ep, devices) of the papers; GLaM's paper does not print them
 LAYOUTS = {
     "gpt3_175b": (4, 8, 12, 1, 384),

@@ -9,17 +9,21 @@ from typing import Literal
 import pytest
 
 from moe.experts.dispatch.all_to_all import AllToAll
+from moe.experts.dispatch.hierarchical import Hierarchical
 from moe.plan.job.counts import held, parameters
 from moe.plan.job.network import Experts, Network, Plan
 from moe.plan.job.states import FP32, MIXED_FP32_GRADIENTS, Update
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.machine.program import OWN
+from moe.plan.machine.program import OWN, Updates
+from moe.plan.memory.rows import once_each
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, all_reduce, all_to_all, gather, group_of
 from moe.plan.time.cost import PARTS, joules, step_time
+from moe.plan.time.layer_messages import Passes, exchange
 from moe.plan.time.layer_time import layer_time
 from moe.plan.time.pipeline_time import pipeline_time
 from moe.plan.time.stage_time import rank_layers, stage_times, transfer_time
 from moe.recipe.sections import Dispatch
+from parallel.mesh.traffic import Load
 from parallel.pipeline.schedules.catalog import make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from tests.planner.software import PROGRAMS
@@ -28,6 +32,14 @@ A100 = load_cluster("a100-80-8")
 DENSE = Network(layers=24, width=2048, heads=16, hidden=8192, vocab=50304, length=1024)
 SPARSE = replace(DENSE, experts=Experts(count=16, choices=2, hidden=4096), sparse_layers=tuple(range(1, 24, 2)))
 FUSED = PROGRAMS["megatron-core"]
+ROUTED = Experts(count=256, choices=8, hidden=64)
+ROUTINGS = (
+    ROUTED,
+    replace(ROUTED, open_groups=(4, 8)),
+    replace(ROUTED, apart=True),
+    replace(ROUTED, rows=0.7),
+    replace(ROUTED, open_groups=(4, 8), busiest=3.0),
+)
 
 
 def seconds(network: Network = DENSE, **how: object) -> float:
@@ -291,13 +303,45 @@ def test_casts_once_a_step_save_those_of_all_micro_batches_but_one() -> None:
 def test_copies_share_the_products_of_an_update_and_shards_its_bytes(engine: str) -> None:
     plan = Plan(dp=8, ep=4, engine=engine)
 
-    def optimizer(**work: tuple[float, float]) -> float:
-        storage = replace(FP32, update=Update(**{"moved": (0.0, 0.0)} | work))
-        return step_time(SPARSE, replace(plan, storage=storage), A100.holding(8), FUSED).optimizer
+    def optimizer(updates: Updates, own: tuple[float, float] = (1.0, 1.0), flops: tuple[float, float] = (0.0, 0.0)) -> float:
+        storage = replace(FP32, update=Update("muon", own, flops=flops))
+        return step_time(SPARSE, replace(plan, storage=storage), A100.holding(8), replace(FUSED, updates=updates)).optimizer
 
     of_rank = held(SPARSE, plan, (range(24),), (0,)).trained
     shared, of_experts = of_rank.dense / 8, of_rank.expert / 2  # each expert has copies on 2 ranks
-    products = (3e5 * shared + 7e5 * of_experts) / A100.device.rate("fp32")
-    assert optimizer(flops=(3e5, 7e5)) - optimizer() == pytest.approx(products)
-    moved = (30 * shared + 50 * of_experts) if engine != "ddp" else 30 * of_rank.dense + 50 * of_rank.expert
-    assert optimizer(moved=(30.0, 50.0)) - optimizer() == pytest.approx(moved / A100.device.bandwidth)
+    none = Updates(adamw=0, muon=0)
+    for dtype in ("fp32", "bf16"):  # in the program's dtype
+        products, of = (3e5 * shared + 7e5 * of_experts) / A100.device.rate(dtype), replace(none, products=dtype)
+        assert optimizer(of, flops=(3e5, 7e5)) - optimizer(of) == pytest.approx(products)
+    # AdamW's rule updates 3/4 of the parameters outside of experts: 3/4 x 20 + 1/4 x 60 = 30 bytes
+    moved = (30 * shared + 60 * of_experts) if engine != "ddp" else 30 * of_rank.dense + 60 * of_rank.expert
+    found = optimizer(Updates(adamw=20, muon=60), own=(0.25, 1.0)) - optimizer(none)
+    assert found == pytest.approx(moved / A100.device.bandwidth)
+
+
+def test_the_bytes_of_an_update_are_the_programs() -> None:
+    """XLA's Adafactor: weights read twice and written once, gradients read a third time. Weight decay is a part of the fused update. A
+    user's AdamW takes 26 bytes everywhere."""
+    eager, fused = OWN.updates, PROGRAMS["xla"].updates
+    assert fused.moved(Update("adafactor")) == fused.moved(Update("adafactor", decays=True)) == (3 * 4 + 4, 3 * 4 + 4)
+    assert [eager.moved(Update("adafactor", decays=decays))[0] for decays in (False, True)] == [52, 52 + 2 * 4]
+    assert {program.updates.moved(Update(decays=True)) for program in PROGRAMS.values()} == {(3 * 8 + 2, 3 * 8 + 2)}
+    assert (OWN.updates.products, PROGRAMS["megatron-core"].updates.products) == ("fp32", "bf16")
+
+
+@pytest.mark.parametrize("experts", ROUTINGS, ids=["random", "open groups", "apart", "drops", "busiest"])
+def test_a_program_that_sends_a_token_once_to_a_node_sends_what_the_dispatcher_states(experts: Experts) -> None:
+    """Rows over ep_outer and ep_inner of `hierarchical`, whose bytes are counted in tests/moe/experts/dispatch, for 64 ranks on 8 nodes."""
+    tokens, width, rows = 4096, 2048, 4096 * experts.choices * experts.mean_rows
+    load = Load(tokens, experts.choices, rows, None, width, 2 * width, experts.count, 64, experts.share(64), experts.reached)
+    stated = Hierarchical(Dispatch(kind="hierarchical", node_size=8)).traffic(load).forward
+    between, within = (next(m for m in stated if m.axis == axis) for axis in ("ep_outer", "ep_inner"))
+    ranks, nodes = (copies * rows * 2 * width * experts.share(64) for copies in once_each(experts, 64, 8))
+    assert nodes == pytest.approx(between.handed * between.busiest)
+    assert ranks == pytest.approx(within.handed * within.busiest)
+    network = replace(DENSE, experts=replace(experts, exchange=None), sparse_layers=(0,))
+    plan, cluster = Plan(dp=64, ep=64, microbatch=4), A100.holding(64)
+    program = replace(OWN, dispatch="by_node", exchange_kernels=(0, 0))
+    found = exchange(network, plan, cluster, program, tokens=tokens, shared=Passes()).forward.experts
+    one = all_to_all(cluster, group_of(64, 1, 8, 64), ranks, copies=nodes / ranks)
+    assert found == pytest.approx(2 * one)
