@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from moe.verify.cases import BATCH, EXPERTS, LENGTH, MODELS, OPTIONS, PACKED, ROUTERS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
+from moe.verify.telling import TELLING
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
@@ -52,6 +53,9 @@ def sequence_cases() -> list[Case]:
     found += [Case("ahead_windows", "ddp", 2, 2, 1, "fp32", sp=2, attention="striped")]
     found += [Case("kfac", "ddp", 2, 2, 3, "fp32", sp=2, attention=attention) for attention in ("zigzag", "ulysses")]
     found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses"), Case("lora", "ddp", 2, 2, 1, "fp32", sp=2)]
+    for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq", "contiguous"), TELLING, strict=True):
+        found += [Case(model, "ddp", 2, 2, 1, "fp32", sp=2, attention=attention)]
+    found += [Case("coefficients", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses")]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
         for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):
             found += [Case(model, kind, 4, ep, m, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)]
