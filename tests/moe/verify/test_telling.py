@@ -11,9 +11,10 @@ from moe.recipe.keys import choices, facts, flat, known_keys
 from moe.recipe.plugin import is_plugin
 from moe.recipe.sections import Run
 from moe.verify.kinds import cases
-from moe.verify.telling import TELLING
+from moe.verify.models.telling import TELLING
 
 SPECIAL = (None, 0, 1, 0.5)  # values that hide a factor that is ignored, squared or inverted
+KINDS_HERE = ("data", "expert", "tensor", "sequence", "pipeline")
 SECTIONS = ("model", "experts", "router", "optimizer", "lora", "precision")
 KEYS = [k for k in known_keys() if k.split(".")[0] in SECTIONS and facts(k).alters in ("function", "training", "shape")]
 ELSEWHERE = {
@@ -37,7 +38,7 @@ NOT_COMPARED = {  # key -> values without a case, and why
 @cache
 def values() -> dict[str, list[Any]]:
     """Return key -> values in the cases. A router's keys have the values of its preset."""
-    runs = {str(run): run for run in (case.run() for case in cases(8))}.values()
+    runs = {str(run): run for run in (case.run() for case in cases(8, kinds=KINDS_HERE))}.values()
     return {key: list({str(v): v for v in (reduce(getattr, key.split("."), run) for run in runs)}.values()) for key in KEYS}
 
 

@@ -16,7 +16,7 @@ TELLING: dict[str, dict[str, Any]] = {
         "optimizer": _MOMENTS | {"warmup_steps": 3, "schedule": "wsd", "decay_share": 0.4, "min_lr_share": 0.3},
         "train": {"steps": 10},
         "model": {
-            "head_size": 8, "norm_eps": 0.2, "ahead": 1, "ahead_weight": 0.7, "dropout": 0.3,
+            "head_size": 8, "ahead": 1, "ahead_weight": 0.7, "dropout": 0.3,
             "rope": {"base": 50.0, "scaling": "dynamic", "factor": 2.5, "trained_length": 7}, "scales": {"attention": 0.3},
         },
         "experts": {
@@ -30,14 +30,14 @@ TELLING: dict[str, dict[str, Any]] = {
             "balance_scope": "global_batch", "importance_weight": 0.3, "z_weight": 0.2,
         },
     },
-    "spectral": {  # experts move after steps 2, 4, 6 and 8
+    "spectral": {  # experts may move after each step
         "optimizer": _MOMENTS | {
             "kind": "muon", "muon": {"momentum": 0.7, "scale": "spectral", "lr_factor": 1.7}, "lr": 0.02, "weight_decay": 5.0,
             "warmup_steps": 2, "schedule": "linear", "min_lr_share": 0.3,
         },
         "train": {"steps": 10},
         "model": {"rope": {"base": 50.0, "scaling": "llama3", "factor": 3.0, "trained_length": 40, "low": 0.4, "high": 2.5}},
-        "experts": {"d_ff": 14, "ffn": "geglu", "biases": True, "rebalance_every": 2},
+        "experts": {"d_ff": 14, "ffn": "geglu", "biases": True, "rebalance_every": 1},
         "router": {
             "preset": "glam", "gates": "after_drop", "gate_scale": 1.7, "gate_on": "input", "capacity_factor": 0.9, "min_capacity": 1,
             "capacity_rounding": "round", "balance_weight": 0.7, "z_weight": 0.3,
@@ -75,7 +75,7 @@ TELLING: dict[str, dict[str, Any]] = {
         "optimizer": _MOMENTS | {"warmup_steps": 4, "schedule": "constant"},
         "model": {
             "rope": {"base": 50.0, "scaling": "linear", "factor": 2.5}, "ffn": "geglu", "logit_cap": 1.5,
-            "moe_every": 0, "moe_layers": [0],
+            "moe_every": 0, "moe_layers": [0], "norm_eps": 0.2,
         },
         "experts": {"biases": True, "dropout": 0.3},
         "router": {"preset": "gshard", "group": 1, "min_capacity": 1, "balance_weight": 0.7, "balance_counts": "first", "gate_scale": 1.7},
