@@ -153,7 +153,8 @@ def _stepped(
         if tape is not None and taped:
             norms = {} if spoilt else norm.families | {"total": norm.total}
             tape.steps.append(Step(numbers.loss, _reports(numbers), gradients, norms, owned(engine, mesh, "exp_avg", 1.0), weights))
-        rebalancer.after_step(numbers, step=step + 1, updates=updates, record=lambda _: None)
+        if watch is None:  # its laws name experts by the ranks that hold them at first
+            rebalancer.after_step(numbers, step=step + 1, updates=updates, record=lambda _: None)
     assert first is not None
     return Result(losses, *first)
 

@@ -65,7 +65,7 @@ def rate_share(settings: sections.Optimizer, number: int, total: int) -> float:
     if settings.schedule == "constant":
         return 1.0
     if settings.schedule == "inverse_sqrt":
-        return (max(warm, 1) / number) ** 0.5
+        return math.sqrt(max(warm, 1) / number)
     begin = max(warm, total - settings.decay_share * total) if settings.schedule == "wsd" else warm
     part = min(max((before - begin) / max(1, total - begin), 0.0), 1.0)
     height = (1 + math.cos(math.pi * part)) / 2 if settings.schedule == "cosine" else 1 - part
