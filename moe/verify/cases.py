@@ -17,6 +17,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify import parts
+from moe.verify.models.telling import TELLING
 from moe.verify.small import LINEAR, small
 from parallel.data.kinds.catalog import ENGINES
 from parallel.data.kinds.kind import EngineKind
@@ -172,7 +173,7 @@ OTHER: dict[str, dict[str, Any]] = {  # models for one feature each, such as an 
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
     },
     "kfac_t5": {
-        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 2, "experts": False, "ema": 0.8}},
+        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 2, "experts": False, "ema": 0.8, "damping": 0.7}},
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "ffn": "geglu"},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
         "data": {"objective": "span_corruption"},
@@ -352,10 +353,10 @@ class Case:
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
             "precision": {"compute": self.precision, "loss_scale": scale, "casts": self.casts},
-            "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
+            "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5, "warmup_steps": 0, "schedule": "constant"},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
-        known = MODELS | ROUTERS | PACKED | FEW | HALVES | OPTIONS | AHEAD | OTHER
+        known = MODELS | ROUTERS | PACKED | FEW | HALVES | OPTIONS | AHEAD | OTHER | TELLING
         changes = known[self.model] if self.recipe is None else small(self.recipe, ep=self.ep)
         for section, changed in changes.items():
             values[section] = values.get(section, {}) | changed

@@ -25,7 +25,9 @@ from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.train.loop.step import accumulate, finish, stream
 from moe.train.parts.executor import Executor, start_executor
+from moe.train.parts.learning_rate import learning_rate
 from moe.train.parts.numbers import LayerNumbers, Numbers
+from moe.train.parts.rebalance import Rebalancer
 from moe.train.start.state import extra_owned
 from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.in_parts import in_blocks, in_parts, in_slices
@@ -122,7 +124,8 @@ def _stepped(
     # an overflow halves a dynamic scale. It is a power of 2, so it rounds nothing in fp32, and later gradients are compared within 1e-5
     scale = LossScale.of("dynamic" if case.overflow else run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else {}
-    lr, clip_norm, world = run.optimizer.lr, run.optimizer.clip_norm, mesh.axis("world")
+    clip_norm, world = run.optimizer.clip_norm, mesh.axis("world")
+    rebalancer, updates = Rebalancer(run, engine, mesh), 0
     losses: list[float] = []
     first: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
     for step in range(case.steps or STEPS):
@@ -138,7 +141,10 @@ def _stepped(
         if watch is not None:
             watch.summed(numbers)
         gradients = owned(engine, mesh, "gradient", used) if first is None or (taped and not spoilt) else {}
+        # a recipe as it is keeps its highest rate, because a warm-up of many steps would hide faults of the update
+        lr = run.optimizer.lr if case.values else learning_rate(updates, run.optimizer, total=run.train.steps)
         norm = finish(engine, numbers, world=world, scale=scale, lr=lr, clip_norm=clip_norm, device=device)
+        updates += norm.finite
         if watch is not None:
             watch.updated(norm, loss_scale=used)
         weights = _weights(engine, mesh) if first is None or taped else {}
@@ -146,6 +152,8 @@ def _stepped(
         if tape is not None and taped:
             norms = {} if spoilt else norm.families | {"total": norm.total}
             tape.steps.append(Step(numbers.loss, _reports(numbers), gradients, norms, owned(engine, mesh, "exp_avg", 1.0), weights))
+        if watch is None:  # its laws name experts by the ranks that hold them at first
+            rebalancer.after_step(numbers, step=step + 1, updates=updates, record=lambda _: None)
     assert first is not None
     return Result(losses, *first)
 

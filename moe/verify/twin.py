@@ -60,7 +60,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     tape: records the first steps."""
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
-    optimizer, old = PlainStep(run.optimizer), ages(case, [*parameters, *biases])
+    optimizer, old = PlainStep(run.optimizer, total=None if case.values else run.train.steps), ages(case, [*parameters, *biases])
     trained = _trained(run, parameters)
     history: list[Weights] = []
     losses: list[float] = []
@@ -97,7 +97,8 @@ def updated(case: Case, gradients: Weights) -> Weights:
         first = batch(0, padded=case.padded, packed=case.packed, length=run.model.read_length, size=case.batch)
         own = _gradients(run, parameters | biases, _trained(run, parameters), first, step=0, cast=Rounding(torch.float64), tape=None)
         moments = own.moments
-    PlainStep(run.optimizer).step({n: parameters[n] for n in gradients}, {n: g.double() for n, g in gradients.items()}, moments)
+    optimizer = PlainStep(run.optimizer, total=None if case.values else run.train.steps)
+    optimizer.step({n: parameters[n] for n in gradients}, {n: g.double() for n, g in gradients.items()}, moments)
     return parameters
 
 

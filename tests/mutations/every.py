@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 
-from tests.mutations import gradients, optimizer, options, pipeline, precision, routing, sequence, tensor
+from tests.mutations import coefficients, gradients, optimizer, options, pipeline, precision, routing, sequence, tensor
 from tests.mutations.mutation import Mutation
 
 SUBJECTS: dict[str, tuple[Mutation, ...]] = {
     "Gradients and their sums": gradients.MUTATIONS,
-    "Routing": routing.MUTATIONS + options.MUTATIONS,
+    "Routing": routing.MUTATIONS + options.MUTATIONS + coefficients.OF_ROUTING,
     "16 bits and the loss scale": precision.MUTATIONS,
-    "The update": optimizer.MUTATIONS,
+    "The update": optimizer.MUTATIONS + coefficients.OF_UPDATES,
     "Pipelines": pipeline.MUTATIONS,
     "Tensor parallelism": tensor.MUTATIONS,
-    "Sequence parallelism": sequence.MUTATIONS,
+    "Sequence parallelism": sequence.MUTATIONS + coefficients.OF_SEQUENCES,
 }
 MUTATIONS = tuple(mutation for mutations in SUBJECTS.values() for mutation in mutations)
 UNREPORTED = "no public report known to us; reasoned from "

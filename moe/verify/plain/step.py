@@ -56,12 +56,29 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x
 
 
+def rate_share(settings: sections.Optimizer, number: int, total: int) -> float:
+    """Return the learning rate of an update, divided by settings.lr. number: of the update, counted from 1. total: number of all updates.
+    Sources: arXiv 1608.03983 (cosine), 2404.06395 (warm-up, stable, decay), 1706.03762 (inverse square root)."""
+    warm, least, before = settings.warmup_steps, settings.min_lr_share, number - 1
+    if before < warm:
+        return number / warm
+    if settings.schedule == "constant":
+        return 1.0
+    if settings.schedule == "inverse_sqrt":
+        return math.sqrt(max(warm, 1) / number)
+    begin = max(warm, total - settings.decay_share * total) if settings.schedule == "wsd" else warm
+    part = min(max((before - begin) / max(1, total - begin), 0.0), 1.0)
+    height = (1 + math.cos(math.pi * part)) / 2 if settings.schedule == "cosine" else 1 - part
+    return least + (1 - least) * height
+
+
 class PlainStep:
     """AdamW, Muon, Adafactor or K-FAC. exp_avg: parameter name -> first moment, or Muon's momentum. exp_avg_sq: parameter name -> second
     moment. Adafactor has instead "<name> rows" and "<name> columns", or "<name> all" for a vector -> moving means of g^2."""
 
-    def __init__(self, settings: sections.Optimizer) -> None:
-        self.settings, self.steps, self.kfac = settings, 0, PlainKfac(settings.kfac)
+    def __init__(self, settings: sections.Optimizer, *, total: int | None) -> None:
+        """total: number of updates of the learning rate's schedule; None: the rate is always settings.lr."""
+        self.settings, self.steps, self.kfac, self.total = settings, 0, PlainKfac(settings.kfac), total
         self.exp_avg: Weights = {}
         self.exp_avg_sq: Weights = {}
 
@@ -72,11 +89,12 @@ class PlainStep:
         s = self.settings
         self.steps += 1
         self.kfac.begin_update(moments)
+        highest = s.lr if self.total is None else s.lr * rate_share(s, self.steps, self.total)
         total = norms(gradients)["total"]
         factor = 1.0 if s.clip_norm is None or total <= s.clip_norm else s.clip_norm / total
         for name, p in parameters.items():
             by_muon = s.kind == "muon" and p.ndim == 2 and not {"embedding", "head", "bias", "output_bias", *_GATES} & set(name.split("."))
-            lr = s.lr * s.muon.lr_factor if by_muon else s.lr
+            lr = highest * s.muon.lr_factor if by_muon else highest
             gradient = gradients[name] * factor
             if s.kind == "adafactor" and name.endswith(".output_bias"):  # a vector for each expert
                 rows = zip(gradient, p, strict=True)

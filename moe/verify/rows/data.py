@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from moe.verify.cases import BATCH, HALVES, MODELS, Case
+from moe.verify.models.telling import TELLING
 from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
@@ -18,7 +19,7 @@ _BY_KFAC = ("kfac", "kfac_at_once", "kfac_t5")  # models that K-FAC updates
 def data_cases() -> list[Case]:
     """Return all cases of `moe verify --kinds data`."""
     found = engine_cases() + _sharded_cases() + tiled_cases() + _replica_cases() + _batch_cases() + _casts_cases()
-    return found + _copied_cases() + _halves_cases() + _options_cases()
+    return found + _copied_cases() + _halves_cases() + _options_cases() + _telling_cases()
 
 
 def engine_cases() -> list[Case]:
@@ -172,3 +173,12 @@ def _options_cases() -> list[Case]:
         Case("ahead", "ddp", 1, 1, 1, "fp16"),
         Case("ahead_windows", "fsdp", 2, 2, 1, "fp32"),
     ]
+
+
+def _telling_cases() -> list[Case]:
+    """Cases of the models in TELLING. Experts move between ranks where ep is 2."""
+    found = [Case(model, "ddp", 1, 1, 3, "fp32") for model in TELLING]
+    found += [Case(model, "fsdp", 2, 2, 1, "fp32") for model in TELLING]
+    found += [Case("coefficients", kind, 2, ep, 3, "fp32") for kind, ep in (("zero1", 2), ("zero2", 1), ("zero3", 2))]
+    found += [Case("spectral", "ddp", 2, 2, 3, "fp32"), Case("stretched", "zero1", 2, 2, 1, "fp32", padded=True)]
+    return [*found, Case("coefficients", "ddp", 2, 2, 1, "fp32", overflow=True), Case("divided", "ddp", 2, 1, 3, "fp32", etp=2)]

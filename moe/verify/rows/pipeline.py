@@ -42,6 +42,8 @@ def pipeline_cases() -> list[Case]:
     adapted = (("ddp", "1f1b", "full"), ("ddp", "zb_v", "none"), ("fsdp", "zb_h1", "none"), ("ddp", "chimera", "none"))
     found += [staged("lora", engine, 2, 2, schedule, "fp32", again) for engine, schedule, again in adapted]
     found += [replace(staged("lora_t5", "ddp", 2, 2, "zb_h1", "fp32"), layers=4)]
+    telling = (("coefficients", "zb_h1"), ("spectral", "1f1b"), ("absolute", "interleaved"))
+    found += [staged(model, "ddp", 2, 2, schedule, "fp32") for model, schedule in telling]
     found += [staged("kfac", "ddp", 2, 2, schedule, "fp32") for schedule, kind in SCHEDULES.items() if not kind.continuous]
     found += [staged("kfac", "ddp", 4, 2, "chimera", "fp32"), replace(staged("kfac_t5", "ddp", 2, 2, "zb_h1", "fp32"), layers=4)]
     found += [staged("kfac_at_once", "ddp", 2, 2, "1f1b", "fp32", "full"), staged("kfac_at_once", "ddp", 2, 2, "zb_h1", "bf16")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe.verify.cases import BATCH, EXPERTS, LENGTH, MODELS, OPTIONS, PACKED, ROUTERS, SLICED, Case, attentions
+from moe.verify.models.telling import TELLING
 from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.mesh import divisors
@@ -53,6 +54,9 @@ def sequence_cases() -> list[Case]:
     found += [Case("kfac", "ddp", 2, 2, 3, "fp32", sp=2, attention=attention) for attention in ("zigzag", "ulysses")]
     found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses"), Case("lora", "ddp", 2, 2, 1, "fp32", sp=2)]
     found += [Case(f"own_balance{whole}", "ddp", 2, 2, 3, "fp32", "full", sp=2, padded=True) for whole in ("", "_whole")]
+    for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq", "contiguous"), TELLING, strict=True):
+        found += [Case(model, "ddp", 2, 2, 1, "fp32", sp=2, attention=attention)]
+    found += [Case("coefficients", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses")]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
         for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):
             found += [Case(model, kind, 4, ep, m, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)]

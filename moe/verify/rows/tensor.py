@@ -20,7 +20,7 @@ TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 def tensor_cases() -> list[Case]:
     """Return all cases of `moe verify --kinds tensor`."""
     found = _line_cases() + _halves_cases() + _sliced_cases() + _overlapped_cases() + _dtensor_cases()
-    return found + _staged_cases() + _grid_cases() + _few_sequences_cases() + _adapted_cases()
+    return found + _staged_cases() + _grid_cases() + _few_sequences_cases() + _adapted_cases() + _telling_cases()
 
 
 def _line_cases() -> list[Case]:
@@ -182,6 +182,13 @@ def _adapted_cases() -> list[Case]:
     found += [two(world=tp, tp=tp, tensor=tensor, batch=24) for tensor, tp in SMALLEST.items()]
     staged_too = replace(staged("lora", "ddp", 4, 2, "zb_h1", "fp32"), microbatches=6, ep=2, tp=2, tensor="sliced")
     return [*found, two(world=4, tp=4, tensor="1d"), staged_too]
+
+
+def _telling_cases() -> list[Case]:
+    """Cases of the models in TELLING, whose coefficients are large, each in another kind of tensor parallelism."""
+    two = partial(Case, kind="ddp", world=2, ep=2, microbatches=1, precision="fp32", tp=2)
+    kinds = (("coefficients", "1d"), ("spectral", "sliced"), ("absolute", "1d"), ("stretched", "dtensor"), ("divided", "sliced"))
+    return [two(model, tensor=tensor) for model, tensor in kinds]
 
 
 def _overlapped_cases() -> list[Case]:

@@ -1,0 +1,1 @@
+"""Defines further models of `moe verify`."""
