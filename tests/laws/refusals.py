@@ -109,7 +109,7 @@ _FROZEN = "a stage without a trained weight has no backward pass: with frozen st
 _FETCHED = "7 billion parameters on four ranks: 3.5 GB for each micro-batch, 0.14 s at 25 GB/s; 70 billion on eight: 105 GB of states, "
 _FETCHED += "which a host holds"
 _THREADS = "replicas are threads, for study; `ddp` computes the same with processes"
-_T5 = "T5 and Switch have none"
+_T5 = "T5, mT5, UL2 and Switch have none of them"
 _DEEPSEEK = "DeepSeek's latents are normed, have no biases, bounds or factors, and turn `rotary_size` channels with YaRN"
 _BLOCKS = "`ep` divides the same bytes (44 MB an expert of DeepSeek-V3), and 97 % of that model's weights are experts"
 WHY: dict[str, str] = {
@@ -131,7 +131,10 @@ WHY: dict[str, str] = {
     "it offloads nothing else": _FETCHED,
     "FSDP offloads only the optimizer, and only to cpu": "FSDP shards weights and states, at most 16 bytes a parameter, over all ranks",
     "T5 and Switch have no": _T5,
-    **dict.fromkeys(("latent attention has n", "only YaRN scales", "yarn, as in DeepSeek", "rotary_size sets"), _DEEPSEEK),
+    **dict.fromkeys(
+        ("latent attention has n", "latent attention does not clip", "only YaRN scales", "yarn, as in DeepSeek", "rotary_size sets"),
+        _DEEPSEEK,
+    ),
     "blocks are made of whole matrices": _BLOCKS,
     **dict.fromkeys(
         ("one replica of each", "would need the blocks", "as their threads end", "replicas get copies", "runs all replicas"), _THREADS
