@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from moe.kernels.activation import GATED
 from moe.recipe.sections import Run
 from moe.verify.types.tokens import of_tokens
-from moe.verify.types.watch import INPUT
+from moe.verify.types.watch import INPUT, TOKENS
 from parallel.errors import some
 from parallel.mesh.mesh import AXES, Degrees
 
@@ -71,11 +71,12 @@ def laws(run: Run, parameters: Iterable[str]) -> Iterator[Law]:
     for block in stems(r"\.router\.weight"):
         yield from _of_experts(run, block, names)
     ends = ("norm", *(f"ahead.{depth}.norm" for depth in range(model.ahead)))
-    yield Law(("embedding",), (INPUT, *(ends if model.tied_embeddings else ())))
+    reads = (INPUT, *(f"{INPUT} of ahead.{depth}.{TOKENS}" for depth in range(model.ahead)))
+    yield Law(("embedding",), (*reads, *(ends if model.tied_embeddings else ())))
     if not model.tied_embeddings:
         yield Law(("head.weight",), ends)
     for depth in range(model.ahead):
-        yield Law((f"ahead.{depth}.hidden_norm", f"ahead.{depth}.token_norm"), (f"ahead.{depth}.proj.weight",))
+        yield Law((f"ahead.{depth}.hidden_norm", f"ahead.{depth}.{TOKENS}"), (f"ahead.{depth}.proj.weight",))
     if "encoder_norm.weight" in names:
         yield Law(("encoder_norm",), tuple(name for name in names if name.endswith((".cross.k.weight", ".cross.v.weight"))))
 

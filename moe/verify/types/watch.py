@@ -39,6 +39,7 @@ from parallel.store.checkpoint import pieces
 from parallel.watch.audit import fingerprint
 
 INPUT = "input"  # key of the flow into the first layer of the decoder or encoder
+TOKENS = "token_norm"  # path in a module of multi-token prediction: the norm of the tokens' embeddings
 _SUMS = ("allreduce", "all_reduce", "reduce_")  # beginnings of the names of torch's operators that can add tensors of ranks
 
 
@@ -119,6 +120,8 @@ class Watch(TorchDispatchMode):
             key = global_name(f"{path}.").removesuffix(".")
             if isinstance(module, Block) and module.layer in (0, engine.module.config.decoder_begins):  # type: ignore[union-attr]
                 module.register_forward_pre_hook(lambda _, args: self._listen(INPUT, args[0]))
+            elif path.endswith(TOKENS):
+                module.register_forward_pre_hook(lambda _, args, key=f"{INPUT} of {key}": self._listen(key, args[0]))  # type: ignore[misc]
             if isinstance(module, (Norm, Attention, LatentAttention)) or path.endswith(".ffn"):
                 module.register_forward_hook(self._hook(key, lambda out: out))
             elif isinstance(module, MoELayer):
