@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,6 +36,7 @@ from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result, ages, spread, version_read
 from parallel.data.engine import Engine
 from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.clip import GradientNorm
 from parallel.numerics.precision import LossScale
@@ -88,6 +89,8 @@ def compute(
         meshes[degrees] = process.connect(degrees, process.World(rank, case.world, place=device.type))
     mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=device, spread=spread)
+    if tape is not None:
+        tape.first = _parts(((name, model.get_parameter(name)) for name in layouts), layouts, mesh)
     if case.slices:
         in_slices(model, case)
     if case.parts > 1:  # after in_slices, because in_parts copies the layers
@@ -272,18 +275,30 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
     `scale`, and zeros elsewhere. If several ranks hold copies, only one of them returns the part, so the sum over ranks is the whole
     tensor.
     """
+
+    def held() -> Iterator[tuple[str, Tensor | None]]:
+        for name in engine.layouts:
+            if what != "weight" and not engine.module.get_parameter(name).requires_grad:
+                continue  # frozen parameters have neither gradients nor optimizer states
+            state = {"gradient": engine.gradient(name)} if what == "gradient" else engine.state(name)
+            yield name, state.get(what, state.get(MOMENTUM))  # Muon's momentum instead of exp_avg; Adafactor has neither
+
+    return _parts(held(), engine.layouts, mesh, scale)
+
+
+@torch.no_grad()
+def _parts(
+    tensors: Iterable[tuple[str, Tensor | None]], layouts: Mapping[str, Layout], mesh: Mesh, scale: float = 1.0
+) -> dict[str, Tensor]:
+    """Return a dict: name in checkpoints -> tensor of the unsharded shape, fp32. It has this rank's part, divided by `scale`, and zeros
+    elsewhere (see `owned`). tensors: (name of a parameter, this rank's shard of it or of a tensor of its shape)."""
     found: dict[str, Tensor] = {}
-    for name, layout in engine.layouts.items():
-        if what != "weight" and not engine.module.get_parameter(name).requires_grad:
-            continue  # frozen parameters have neither gradients nor optimizer states
-        held = {"gradient": engine.gradient(name)} if what == "gradient" else engine.state(name)
-        tensor = held.get(what, held.get(MOMENTUM))  # Muon's momentum instead of exp_avg; Adafactor has neither
-        if tensor is not None and layout.is_owner(mesh):
-            for p in pieces(global_name(name), layout, mesh, tensor):
+    for name, tensor in tensors:
+        if tensor is not None and layouts[name].is_owner(mesh):
+            for p in pieces(global_name(name), layouts[name], mesh, tensor):
                 whole = found.setdefault(p.name, torch.zeros(p.shape))
-                whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = (
-                    p.tensor.float().cpu() / scale
-                )
+                place = tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))
+                whole[place] = p.tensor.float().cpu() / scale
     return found
 
 

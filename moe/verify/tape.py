@@ -5,6 +5,7 @@ first tensor that differs.
     again        the outputs that activation recomputation computes a second time
     reports      figures of each MoE layer: losses, number of choices with a slot, number of choices of each expert
     gradients    of every parameter, summed over ranks, before clipping; their norms; first moments (exp_avg) and weights after the update
+    first        weights before step 0
 
 All tensors are unsharded and have their names in checkpoints, so that tapes of different layouts can be compared. The hooks that record
 them depend only on modules, not on the layout.
@@ -44,10 +45,11 @@ class Step:
 @dataclass
 class Tape:
     """Record of a run's first steps. forward: (step, name of a module) -> list of (token indices, outputs, index of the outputs'
-    first channel), see `note`."""
+    first channel), see `note`. first: weights before step 0."""
 
     forward: dict[tuple[int, str], list[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    first: dict[str, Tensor] = field(default_factory=dict)
     length: int = LENGTH  # tokens of a sequence; in an encoder-decoder, of source plus target
     batch: int = BATCH  # sequences of a step
     last: str = "start"  # the module that ran last, with its step
@@ -85,7 +87,8 @@ class Tape:
 def plain(tape: Tape) -> dict[str, Any]:
     """Return the tape as lists and dicts, which processes can exchange (torch.load with weights_only)."""
     forward = [[step, name, *part] for (step, name), parts in tape.forward.items() for part in parts]
-    return {"forward": forward, "steps": [vars(step) for step in tape.steps], "length": tape.length, "batch": tape.batch}
+    steps = [vars(step) for step in tape.steps]
+    return {"forward": forward, "steps": steps, "first": tape.first, "length": tape.length, "batch": tape.batch}
 
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
@@ -97,10 +100,14 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
             tape.forward.setdefault((step, name), []).append((places, values, first))
         for mine, theirs in zip(tape.steps, part["steps"], strict=True) if number else ():
             for kind in ("gradients", "moments", "weights"):
-                held = getattr(mine, kind)
-                for name, tensor in theirs[kind].items():
-                    held[name] = held[name] + tensor if name in held else tensor
+                _add(getattr(mine, kind), theirs[kind])
+        _add(tape.first, part["first"])
     return tape
+
+
+def _add(held: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
+    for name, tensor in parts.items():
+        held[name] = held[name] + tensor if name in held else tensor
 
 
 def listen(model: nn.Module, tape: Tape) -> None:

@@ -62,6 +62,8 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainStep(run.optimizer, total=None if case.values else run.train.steps), ages(case, [*parameters, *biases])
     trained = _trained(run, parameters)
+    if tape is not None:
+        tape.first = _copy(parameters)
     history: list[Weights] = []
     losses: list[float] = []
     first: tuple[float, float, Weights, Weights] | None = None

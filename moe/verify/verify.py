@@ -38,6 +38,13 @@ Say = Callable[[str], None]
 Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
 # --device -> values of experts.kernels with which each case of one process is run
 ALONE = {"cuda": ("triton", "triton_persistent", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}
+# number of the table (expected.NUMBERS) -> text for the place of a fault that only this number shows
+_SAID = {
+    "loss": "head: loss of step 0",
+    "ten_step": "head: losses of all steps",
+    "norm": "all parameters: gradient norm of step 0",
+    "update": "weights after step 0",
+}
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # print each row immediately, even into a pipe
 
@@ -193,7 +200,7 @@ def _where(case: Case, ran: Ran, standard: Standard | None, row: dict[str, Any])
         return "not found: its ranks failed only in the first run"
     found = standard.first_deviation(ran[1], ran[0], case)
     if found is None and "farthest" in row:
-        return f"{row['farthest']} (farther from the twin in fp32 than {case.precision} explains)"
+        return f"{_SAID.get(row['farthest'], row['farthest'])} (farther from the twin in fp32 than {case.precision} explains)"
     return str(found or "not found: no deviation is larger than rounding")
 
 
