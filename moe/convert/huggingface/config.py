@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from moe.convert.huggingface import encoder_decoder
@@ -54,8 +55,9 @@ def family_of(config: dict[str, Any]) -> Family:
 def _keeps_a_state(config: dict[str, Any]) -> bool:
     """Return whether the model has layers that read a recurrent state in place of the earlier tokens, such as Qwen3-Next's."""
     texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    names = {*(name for part in texts for name in part), *(kind for part in texts for kind in part.get("layer_types") or ())}
-    return any(str(name).startswith(("linear_attention", "linear_attn_", "linear_conv_", "mamba_", "ssm_")) for name in names)
+    names = [name for part in texts for name in part]
+    kinds = [str(part.get("layer_types")) for part in texts]
+    return any(map(re.compile("linear_attn_|linear_conv_|mamba_|ssm_").match, names)) or any("linear_attention" in kind for kind in kinds)
 
 
 def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
