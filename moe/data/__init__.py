@@ -170,7 +170,7 @@ def _chats(
     files = ChatFiles(data.path, messages_field(data.text_key), named_encoding(data.encoding))
     chats = open_chats(files, tokenizer, max_length=max_length, cache=cache, log=log)
     train, held = sequences_of(chats, max_length=max_length, validation_share=data.validation_share, packing=data.packing)
-    alone = "pair" if chats.encoded.pairs else "chat"
+    alone = "pair" if chats.encoded.pairs else "sample" if chats.encoded.remark else "chat"
     holds = (
         f"packed into {counted(train.num_windows + held.num_windows, 'sequence')}"
         if data.packing
@@ -178,7 +178,7 @@ def _chats(
     )
     size, padding = max_length + 1, 1 - chats.encoded.starts[-1] / ((train.num_windows + held.num_windows) * (max_length + 1))
     epoch = f"an epoch is {counted(train.num_windows, 'sequence')}"
-    wasted = f"; {padding:.0%} of the tokens are padding: data.packing true joins chats" if padding > 0.5 and alone == "chat" else ""
+    wasted = f"; {padding:.0%} of the tokens are padding: data.packing true joins chats" if padding > 0.5 and alone != "pair" else ""
     log(f"data: {holds} of {counted(size, 'token')} (model.max_length + 1); {epoch}{'' if data.packing else wasted}")
     index = {"key": chats.key, "pairs": chats.encoded.pairs}
     return Dataset(TrainSet(train, seed), ValidationSet(held, tokenizer.bytes_per_id), tokenizer, index, chats.key)

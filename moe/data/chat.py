@@ -11,9 +11,10 @@ tokens are predicted.
 
 A content may also be a list of {"type": "text", "text": "..."}, which are joined. An assistant's message with "weight": 0 is not predicted.
 
-A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log
-says how many. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
-assistant's last message, and this id is appended. moe/data/chats.py stores the samples and packs them.
+A chat is one sample. It becomes several if the template changes answers when later messages follow (moe/data/chat_template.py). A sample
+that is longer than a sequence is cut at the end, and left out if it has no predicted token; the log says how many. With this project's own
+tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the assistant's last message, and this id
+is appended. moe/data/chats.py stores the samples and packs them.
 """
 
 from __future__ import annotations
@@ -60,14 +61,17 @@ class Text(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Chats as token ids. ids_N: the ids of all chats, concatenated. predicted_N: whether each id is predicted. starts: index of each
-    chat's first id, then the number of all ids. about: summary for the user (numbers of chats and tokens). pairs: whether the chats are
-    pairs: chat 2 i has the chosen answer to a prompt, chat 2 i + 1 the rejected one."""
+    """Samples of chats as token ids. ids_N: the ids of all samples, concatenated. predicted_N: whether each id is predicted. starts: index
+    of each sample's first id, then the number of all ids. chats: index of the first sample of each chat or pair, then the number of all
+    samples. about: summary for the user (numbers of chats and tokens). remark: for the user, if chats have several samples; else "". pairs:
+    whether the chats are pairs: sample 2 i has the chosen answer to a prompt, sample 2 i + 1 the rejected one."""
 
     ids_N: npt.NDArray[np.uint32]
     predicted_N: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int64]
+    chats: npt.NDArray[np.int64]
     about: str
+    remark: str = ""
     pairs: bool = False
 
 
@@ -141,12 +145,12 @@ def _without_nulls(value: Any) -> Any:
 
 
 def encode_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int) -> Encoded:
-    """Read and encode chats. A row has one chat or a pair (chosen, rejected). A sample has at most max_length + 1 ids, each chat of a pair
-    half of them. Templates get the date of the files' last change (UTC) as the current date. Raises BadInput for a row of another form
+    """Read and encode chats. A row has one chat or a pair (chosen, rejected). A sample has at most max_length + 1 ids, a pair's half of
+    them. Templates get the date of the files' last change (UTC) as the current date. Raises BadInput for a row of another form
     (the message names it), for both pairs and single chats, and for files without chats."""
     path, template = files.path, template_of(tokenizer, files.changed())
-    ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
-    least = math.inf  # smallest model.max_length with which one of the left-out rows would be kept
+    ids, predicted, lengths, chats, split, cut, left_out, each = bytearray(), bytearray(), list[int](), [0], list[list[int]](), 0, 0, 0
+    least = math.inf  # smallest model.max_length with which one of the left-out samples would be kept
     for where, line in files.rows():
         row = _row(line, where, files.field)
         if IDS in row:
@@ -155,34 +159,51 @@ def encode_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int) -> 
             raise _no_ids(row, where)
         else:
             made = [_encoded(text, tokenizer) for text in _texts(row, where, template)]
-        each = each or len(made)  # number of chats in each line: 1, or 2 for pairs
-        if len(made) != each:
+        size = 2 if _is_pair(row) else 1  # number of samples that are kept or left out together
+        each = each or size
+        if size != each:
             said = "pairs" if each == 2 else "single chats"
             raise BadInput(where, got=f"another form than the {said} before", needed="one form in all lines", fix="use a file per form")
         room = (max_length + 1) // each
         cut += sum(len(found) > room for found, _ in made)
-        if not all(shown[1:room].any() for _, shown in made):
-            left_out += each
-            if all(shown[1:].any() for _, shown in made):  # with a larger `room`, every chat of the row would have a predicted token
-                least = min(least, each * max(2 + int(shown[1:].argmax()) for _, shown in made) - 1)
-            continue
-        for found, shown in made:
-            ids += found[:room].astype(np.uint32).tobytes()
-            predicted += shown[:room].tobytes()
-            lengths.append(len(found[:room]))
-    if len(lengths) == 1 and least < math.inf:
+        for some in (made[first : first + each] for first in range(0, len(made), each)):
+            if not all(shown[1:room].any() for _, shown in some):
+                left_out += each
+                if all(shown[1:].any() for _, shown in some):  # with a larger `room`, every sample would have a predicted token
+                    least = min(least, each * max(2 + int(shown[1:].argmax()) for _, shown in some) - 1)
+                continue
+            for found, shown in some:
+                ids += found[:room].astype(np.uint32).tobytes()
+                predicted += shown[:room].tobytes()
+                lengths.append(len(found[:room]))
+        if len(made) > each:
+            split.append(lengths[chats[-1] :])
+        if len(lengths) > chats[-1]:
+            chats.append(len(lengths))
+    if not lengths and least < math.inf:
         got = f"{max_length}, which cuts each chat of {path} before its answer"
         raise BadInput("model.max_length", got=got, needed=f"at least {least}", fix=Set("it", least))
-    if len(lengths) == 1:
+    if not lengths:
         got = f"{path} with no chat that has a predicted token" if left_out else f"{path}, which has no lines"
         raise BadInput("data.path", got=got, needed=f"lines with {_FORMS}", fix="give chats that an assistant answers")
-    starts, shown = np.cumsum(lengths), np.frombuffer(predicted, np.bool_)
-    dropped = f", {counted(left_out, 'chat')} left out without a predicted token" if left_out else ""
-    cuts = f", {counted(cut, 'chat')} cut to {'half of ' * (each == 2)}model.max_length" if cut else ""
-    count = f"{counted(len(lengths) - 1, 'chat')}{' in pairs' * (each == 2)}"
-    sizes = f"{count}, {counted(int(starts[-1]), 'token')}, {shown.sum()} of them predicted{cuts}{dropped}"
-    about = f"{sizes}; the longest chat has {counted(max(lengths), 'token')}"
-    return Encoded(np.frombuffer(ids, np.uint32), shown, starts, about, each == 2)
+    shown, noun = np.frombuffer(predicted, np.bool_), "sample" if split else "chat"
+    dropped = f", {counted(left_out, noun)} left out without a predicted token" if left_out else ""
+    cuts = f", {counted(cut, noun)} cut to {'half of ' * (each == 2)}model.max_length" if cut else ""
+    of = f" of {counted(len(chats) - 1, 'chat')}" if split else " in pairs" * (each == 2)
+    sizes = f"{counted(len(lengths), noun)}{of}, {counted(len(shown), 'token')}, {shown.sum()} of them predicted{cuts}{dropped}"
+    about = f"{sizes}; the longest {noun} has {counted(max(lengths), 'token')}"
+    starts = np.cumsum([0, *lengths])
+    return Encoded(np.frombuffer(ids, np.uint32), shown, starts, np.array(chats), about, _several(split), each == 2)
+
+
+def _several(split: list[list[int]]) -> str:
+    """Return a remark on the chats that became several samples. split: of each of these chats, its kept samples' numbers of tokens."""
+    if not split:
+        return ""
+    tokens, longest = sum(map(sum, split)), sum(max(sizes, default=0) for sizes in split)
+    more = f"{tokens:,} tokens, {tokens / max(1, longest):.1f} times those of each chat's longest sample"
+    samples = f"{counted(len(split), 'chat')} became {counted(sum(map(len, split)), 'sample')} ({more})"
+    return f"the chat template changes answers when later messages follow: {samples}, each up to an answer as the model writes it"
 
 
 def check_first(files: ChatFiles, chat: dict[str, Any] | None, given: str | None, *, vocab_size: int, only_ids: bool) -> None:
@@ -238,17 +259,26 @@ def _sample(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[npt.
 
 
 def _texts(row: dict[str, Any], where: str, template: ChatTemplate | None) -> list[Text]:
-    """Return the chat of a row, or its pair of a chosen and a rejected one. `where`: file and line, for errors. `template`: None if the
-    model has none. Raises BadInput for another form."""
-    if not {"chosen", "rejected"} <= row.keys():
-        return [_text(row, where, template)]
+    """Return the samples of a row's chat, or of its pair of a chosen and a rejected one. `where`: file and line, for errors. `template`:
+    None if the model has none. Raises BadInput for another form, and for an answer of a pair that is several samples."""
+    if not _is_pair(row):
+        return _samples(row, where, template)
     both = [row["chosen"], row["rejected"]]
     if not isinstance(row.get("prompt"), type(row["chosen"])):  # no separate prompt: it is the common beginning of both chats
         given = [_messages(messages, where) for messages in both]
         same = next((n for n, (one, other) in enumerate(zip(*given, strict=False)) if one != other), min(map(len, given)))
         row, both = row | {"prompt": given[0][:same]}, [messages[same:] for messages in given]
     kept = {name: row[name] for name in ("prompt", "tools") if name in row}
-    return [_text(kept | {"completion": completion}, where, template) for completion in both]
+    made = [_samples(kept | {"completion": completion}, where, template) for completion in both]
+    if most := max(len(samples) - 1 for samples in made):
+        got = f"a pair with {most + 1} assistant's messages, of which the chat template changes earlier ones when later ones follow"
+        fix = 'give the earlier ones "weight": 0, or a pair for each'
+        raise BadInput(where, got=got, needed="one predicted message in chosen and rejected", fix=fix)
+    return [samples[0] for samples in made]
+
+
+def _is_pair(row: dict[str, Any]) -> bool:
+    return IDS not in row and {"chosen", "rejected"} <= row.keys()
 
 
 def _row(line: bytes | dict[str, Any], where: str, field: str | None) -> dict[str, Any]:
@@ -272,13 +302,13 @@ def _row(line: bytes | dict[str, Any], where: str, field: str | None) -> dict[st
     return row
 
 
-def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Text:
+def _samples(row: dict[str, Any], where: str, template: ChatTemplate | None) -> list[Text]:
     given = next((row[name] for name in ("messages", "conversations", "prompt") if name in row), None)
     if given is None or (given is row.get("prompt") and "completion" not in row):
         raise BadInput(where, got=f"an object with {', '.join(row) or 'nothing'}", needed=_FORMS, fix=_WRITE)
     if isinstance(given, str) and isinstance(row.get("completion"), str):
         whole = given + row["completion"]
-        return Text(whole, [(len(given), len(whole))], plain=True)
+        return [Text(whole, [(len(given), len(whole))], plain=True)]
     first = _messages(given, where)
     after = _messages(row["completion"], where) if given is row.get("prompt") else []
     tools = row.get("tools")
@@ -293,15 +323,20 @@ def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Tex
         raise BadInput(f"{where}, {bad.what}", got=bad.got, needed=bad.needed, fix=bad.fix) from None
 
 
-def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[dict[str, Any]], tools: Any) -> Text:
-    """Return the text of the messages `first` and `after`. Predicted: the assistant's messages in `after`, or in `first` if `after` is
+def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[dict[str, Any]], tools: Any) -> list[Text]:
+    """Return the samples of the messages `first` and `after`. Predicted: the assistant's messages in `after`, or in `first` if `after` is
     []. `tools`: descriptions of tools for the template, or None."""
-    text, spans = template.marked([*first, *after], tools=tools)
-    spans = _weighted(spans, [message for message in (*first, *after) if message["role"] == ASSISTANT], template)
+    messages = [*first, *after]
+    answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if not template.has_tags:
+        given = [number for number in answers if messages[number].get("weight", 1) and number >= len(first) * bool(after)]
+        return [Text(text, spans) for text, spans in template.answered(messages, given, tools=tools)]
+    text, spans = template.marked(messages, tools=tools)
+    spans = _weighted(spans, [messages[number] for number in answers], template)
     before = template.render(first, tools=tools) if after else ""
     if not text.startswith(before):
         raise template.unmarked("the template renders a prompt differently when its completion follows")
-    return Text(text, [span for span in spans if span[0] >= len(before)])
+    return [Text(text, [span for span in spans if span[0] >= len(before)])]
 
 
 def _weighted(spans: list[Span], answers: list[dict[str, Any]], template: ChatTemplate) -> list[Span]:

@@ -5,7 +5,11 @@
     {% endgeneration %}{% endfor %}
 
 Without {% generation %}, an assistant's message is found by rendering twice: first the messages before it with the generation prompt, then
-the same messages and this one, without the prompt. The text that the second rendering adds to the first is the assistant's.
+the same messages and this one, without the prompt. The text that the second rendering adds to the first is the assistant's. If later
+messages change this text, as with Qwen3's template, which drops the thinking of earlier answers, one text cannot hold all answers:
+
+    user, think A, user, think B        is rendered as        user, A, user, think B
+    texts to train on                   user, think A         and        user, A, user, think B        (the last answer of each)
 """
 
 from __future__ import annotations
@@ -45,22 +49,33 @@ class ChatTemplate:
         prompt (beginning of an assistant's message) follows. Raises BadInput if the template refuses the messages or is not valid Jinja."""
         return self._rendered(messages, tools, prompt=prompt)[0]
 
+    @property
+    def has_tags(self) -> bool:
+        """Return whether the template has {% generation %} tags."""
+        return _GENERATION.search(self.source) is not None
+
     def marked(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
-        """Return the text of the messages, and (start, end) of each part that the assistant wrote, in characters. `tools`: as in `render`.
-        Raises BadInput if the template fails, and if these parts cannot be found."""
-        text, spans = self._rendered(messages, tools)
-        if _GENERATION.search(self.source):
-            return text, spans
-        for number, message in enumerate(messages):
-            if message.get("role") == ASSISTANT:
-                before = self.render(messages[:number], tools=tools, prompt=True)
-                after = self.render(messages[: number + 1], tools=tools)
-                if not text.startswith(after):
-                    raise self.unmarked(f"the template renders message {number} differently when later messages follow")
-                if not after.startswith(before):
-                    raise self.unmarked(f"the template renders message {number} differently from its generation prompt")
-                spans.append((len(before), len(after)))
-        return text, spans
+        """Return the text of the messages, and (start, end) of each part in {% generation %} tags, in characters. `tools`: as in `render`.
+        Raises BadInput if the template fails."""
+        return self._rendered(messages, tools)
+
+    def answered(self, messages: Sequence[Message], numbers: Sequence[int], *, tools: Any = None) -> list[tuple[str, list[Span]]]:
+        """Return the fewest texts in which each answer, messages[n] for the ascending `numbers`, is once as the model writes it, after the
+        text that the model then reads. With each text, (start, end) of its answers in characters. It is one text, of all messages, if later
+        messages change no answer; otherwise a text ends with its last answer. `tools`: as in `render`. Raises BadInput if the template
+        fails, or if an answer does not begin with its generation prompt."""
+        found: list[tuple[str, list[Span]]] = []
+        for number in numbers:
+            before = self.render(messages[:number], tools=tools, prompt=True)
+            text = self.render(messages[: number + 1], tools=tools)
+            if not text.startswith(before):
+                raise self.unmarked(f"the template renders message {number} differently from its generation prompt")
+            earlier = found.pop()[1] if found and text.startswith(found[-1][0]) else []
+            found.append((text, [*earlier, (len(before), len(text))]))
+        whole = self.render(messages, tools=tools)
+        if not found or (len(found) == 1 and whole.startswith(found[0][0])):
+            return [(whole, found[0][1] if found else [])]
+        return found
 
     @staticmethod
     def unmarked(got: str) -> BadInput:

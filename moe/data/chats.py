@@ -1,13 +1,14 @@
 """Chats as sequences. They are rendered and encoded once, stored in the user's cache folder, and memory-mapped by every process.
 
-    <cache>/chats-<key>.bin     a line of JSON with the SHA-256 of the rest: starts int64, ids uint32, predicted bool
+    <cache>/chats-<key>.bin     a line of JSON with the SHA-256 of the rest: starts, chats int64, ids uint32, predicted bool
     chats of 5, 7, 3, 4 ids     packed into sequences of 12:   |0 0 0 0 0 1 1 1 1 1 1 1|2 2 2 3 3 3 3 . . . . .|  (.: padding)
 
 The key is a hash of everything that the file depends on: the chats, the tokenizer with its template, the length, and the date if the
 template writes it. Packing is best-fit decreasing (Johnson et al. 1974; for training: arXiv 2404.10830): the longest chat is placed first,
 each in the fullest sequence that has room, and no chat is cut to fit. The first id of a packed chat is marked as its beginning
 (moe/recipe/shapes.py): it is not predicted, and tokens attend only to tokens of the same chat. All models use relative positions, so a
-packed chat gives the same results as a chat in a sequence of its own.
+packed chat gives the same results as a chat in a sequence of its own. Of a chat that is several samples, each counts here as a chat; only
+the held-out split keeps them together.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moe.data.chat import ChatFiles, Encoded, encode_chats
 from moe.data.corpus import unreadable
@@ -34,12 +37,12 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.store.files import replace_file
 
-_FORMAT = 3  # version of the cached file's format and of the encoding of chats; part of the key
+_FORMAT = 4  # version of the cached file's format and of the encoding of chats; part of the key
 
 
 @dataclass(frozen=True)
 class Chats:
-    """Encoded chats. `key`: a hash of everything on which they depend."""
+    """Encoded chats, sample by sample. `key`: a hash of everything on which they depend."""
 
     encoded: Encoded
     key: str
@@ -48,7 +51,7 @@ class Chats:
         return len(self.encoded.starts) - 1
 
     def ids(self, number: int | np.int64) -> Ints:
-        """Return the ids of the chat with this number, int64 [n]. An id that is not predicted is returned as -101 - id, which is below
+        """Return the ids of the sample with this number, int64 [n]. An id that is not predicted is returned as -101 - id, which is below
         0."""
         some = slice(self.encoded.starts[number], self.encoded.starts[number + 1])
         ids = self.encoded.ids_N[some].astype(np.int64)
@@ -106,20 +109,22 @@ def open_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int, cache
         return _opened(named, max_length)
 
     found = cached(named, lambda _: _opened(named, max_length), build, log)
-    log(f"data: {path}: {found.encoded.about}")
+    for line in filter(None, (found.encoded.about, found.encoded.remark)):
+        log(f"data: {path}: {line}")
     return found
 
 
 def sequences_of(chats: Chats, *, max_length: int, validation_share: float, packing: bool) -> tuple[ChatRows, ChatRows]:
-    """Return the sequences for training and for validation. The last chats, a fraction `validation_share` of all, are for validation.
-    Raises BadInput if there is only one chat, or one pair of a chosen and a rejected chat, and for pairs with `packing`."""
+    """Return the sequences for training and for validation. The last chats, a fraction `validation_share` of all, are for validation,
+    each with all of its samples. Raises BadInput if there is only one chat, or one pair of a chosen and a rejected chat, and for pairs
+    with `packing`."""
     pairs = chats.encoded.pairs
     if pairs and packing:
         raise BadInput("data.packing", got="true with pairs of chats", needed="false: each pair is a sequence", fix=Set("it", False))
-    count, name, each = (len(chats) // 2, "pair", 2) if pairs else (len(chats), "chat", 1)
+    count, name, each = len(chats.encoded.chats) - 1, *(("pair", 2) if pairs else ("chat", 1))
     if count < 2:
         raise BadInput("data", got=counted(count, name), needed="at least 2, of which one is held out", fix=f"give more {name}s")
-    trained = each * (count - min(count - 1, max(1, round(count * validation_share))))
+    trained = int(chats.encoded.chats[count - min(count - 1, max(1, round(count * validation_share)))])
     lengths = np.diff(chats.encoded.starts).tolist()
 
     def rows(first: int, last: int) -> ChatRows:
@@ -182,11 +187,18 @@ def _digest_of(file: Path) -> str:
 
 
 def _write(named: Path, made: Encoded, max_length: int) -> None:
-    numbers = b"".join((made.starts.tobytes(), made.ids_N.tobytes(), made.predicted_N.tobytes()))
-    sizes = {"chats": len(made.starts) - 1, "ids": len(made.ids_N), "pairs": made.pairs, "about": made.about}
+    several = made.chats[: 0 if np.array_equal(made.chats, _plain(len(made.starts) - 1, made.pairs)) else None]
+    numbers = b"".join((made.starts.tobytes(), several.tobytes(), made.ids_N.tobytes(), made.predicted_N.tobytes()))
+    sizes: dict[str, Any] = {"samples": len(made.starts) - 1, "several": len(several), "ids": len(made.ids_N), "pairs": made.pairs}
+    sizes |= {"about": made.about, "remark": made.remark}
     sizes["sha256"] = _digest(numbers, max_length)
     line = json.dumps(sizes).encode() + b"\n"
     replace_file(named, line.rjust(-(-len(line) // 8) * 8) + numbers)
+
+
+def _plain(samples: int, pairs: bool) -> npt.NDArray[np.int64]:
+    """Return `Encoded.chats` if each chat is one sample, or each pair two. This is not stored, so the hash is of the samples alone."""
+    return np.arange(0, samples + 1, 2 if pairs else 1)
 
 
 def _opened(named: Path, max_length: int) -> Chats:
@@ -195,12 +207,13 @@ def _opened(named: Path, max_length: int) -> Chats:
         with named.open("rb") as file:
             line = file.readline()
         content, sizes = np.memmap(named, np.uint8, mode="r", offset=len(line)), json.loads(line)
-        ends = np.cumsum([8 * (sizes["chats"] + 1), 4 * sizes["ids"], sizes["ids"]])
-        starts, ids_N = content[: ends[0]].view(np.int64), content[ends[0] : ends[1]].view(np.uint32)
-        predicted_N = content[ends[1] : ends[2]].view(np.bool_)
+        ends = np.cumsum([8 * (sizes["samples"] + 1), 8 * sizes["several"], 4 * sizes["ids"], sizes["ids"]])
+        starts, chats = content[: ends[0]].view(np.int64), content[ends[0] : ends[1]].view(np.int64)
+        ids_N, predicted_N = content[ends[1] : ends[2]].view(np.uint32), content[ends[2] : ends[3]].view(np.bool_)
+        chats = chats if len(chats) else _plain(sizes["samples"], sizes["pairs"])
         if (digest := _digest(content.data, max_length)) != sizes["sha256"]:
             raise Damaged("its contents have another SHA-256")
-        return Chats(Encoded(ids_N, predicted_N, starts, sizes["about"], sizes["pairs"]), digest[:24])
+        return Chats(Encoded(ids_N, predicted_N, starts, chats, sizes["about"], sizes["remark"], sizes["pairs"]), digest[:24])
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 

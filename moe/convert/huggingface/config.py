@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from moe.convert.huggingface import encoder_decoder
@@ -42,10 +43,21 @@ def family_of(config: dict[str, Any]) -> Family:
     kind = kind_of(config)
     if kind not in FAMILIES:
         named = ", ".join(config.get("architectures") or ()) or "no architecture"
-        needed = f"one of {some(FAMILIES, rest='docs/use/huggingface.md')}"
-        raise BadInput("config.json: model_type", got=f"{kind} ({named})", needed=needed, fix="see: docs/use/huggingface.md")
+        got, needed, fix = f"{kind} ({named})", f"one of {some(FAMILIES, rest='docs/use/huggingface.md')}", "see: docs/use/huggingface.md"
+        if _keeps_a_state(config):
+            got, needed = f"{got}, which has layers of linear attention or Mamba", f"softmax attention in each layer: {needed}"
+            fix = "take a model of these families, such as Qwen3-30B-A3B"
+        raise BadInput("config.json: model_type", got=got, needed=needed, fix=fix)
     family = FAMILIES[kind]
     return encoder_decoder.for_layers(family, config) if family.halves else family
+
+
+def _keeps_a_state(config: dict[str, Any]) -> bool:
+    """Return whether the model has layers that read a recurrent state in place of the earlier tokens, such as Qwen3-Next's."""
+    texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    names = [name for part in texts for name in part]
+    kinds = [str(part.get("layer_types")) for part in texts]
+    return any(map(re.compile("linear_attn_|linear_conv_|mamba_|ssm_").match, names)) or any("linear_attention" in kind for kind in kinds)
 
 
 def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:

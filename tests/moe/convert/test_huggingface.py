@@ -266,6 +266,12 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
     up, gain = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     cases: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
         ({"model_type": "gemma3"}, {}, r"config.json: model_type: got gemma3 \(MistralForCausalLM\), needed one of llama, mistral"),
+        (
+            {"model_type": "qwen3_next", "linear_conv_kernel_dim": 4},
+            {},
+            "got qwen3_next .*which has layers of linear attention or Mamba, needed softmax attention in each layer: one of llama, .*"
+            "fix: take a model of these families, such as Qwen3-30B-A3B$",
+        ),
         ({"attention_bias": True}, {}, "config.json: attention_bias: got True, needed a config without this key, which is not supported"),
         ({"hidden_act": "gelu"}, {}, "config.json: hidden_act: got gelu, needed silu"),
         ({"layer_types": ["sliding_attention"] * 2}, {}, "config.json: layer_types: got .*needed full_attention for all"),

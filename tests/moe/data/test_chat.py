@@ -77,6 +77,11 @@ def unmarked(name: str) -> str:
     return TEMPLATES[name].replace("{G}", "").replace("{/G}", "")
 
 
+def answered(template: ChatTemplate, messages: list[dict[str, Any]], tools: Any = None) -> list[tuple[str, list[tuple[int, int]]]]:
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return template.answered(messages, numbers, tools=tools)
+
+
 def given(library: Any, chat: dict[str, Any], separator: int = 0) -> Given:
     made = Given(json.loads(library.to_str()), separator)
     made.chat = chat
@@ -139,7 +144,7 @@ def test_without_generation_tags_the_predicted_text_is_what_follows_the_prompt(n
     """For templates that end a message with its assistant's text, the parts are the marked ones."""
     messages, tools = messages_of(name)
     by_tags = ChatTemplate(marked(name), tuple(TOKENS.items())).marked(messages, tools=tools)
-    assert ChatTemplate(unmarked(name), tuple(TOKENS.items())).marked(messages, tools=tools) == by_tags
+    assert answered(ChatTemplate(unmarked(name), tuple(TOKENS.items())), messages, tools) == [by_tags]
     assert len(by_tags[1]) == sum(message["role"] == "assistant" for message in messages)
 
 
@@ -285,7 +290,7 @@ NESTED = "{%% set ns = namespace(a='ab') %%}{%% for i in range(60) %%}{%% set ns
         ),
         (
             "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}",
-            "the template renders message 2 differently when later messages follow, needed a template that marks the text to train on; "
+            "the template renders message 2 differently from its generation prompt, needed a template that marks the text to train on; "
             "fix: give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja",
         ),
         (
@@ -298,7 +303,7 @@ NESTED = "{%% set ns = namespace(a='ab') %%}{%% for i in range(60) %%}{%% set ns
 def test_a_template_that_cannot_be_used_is_one_line(source: str, said: str | None) -> None:
     """Also one that raises another Python error, or would work without end."""
     with pytest.raises(BadInput) as bad:
-        ChatTemplate(source).marked(MESSAGES)
+        answered(ChatTemplate(source), MESSAGES)
     text = str(bad.value)
     assert text.startswith("chat template: got ") and "\n" not in text
     assert text == f"chat template: got {said}" if said else "; fix: " in text
@@ -356,7 +361,7 @@ def test_the_prompt_of_a_completion_must_begin_the_text(tmp_path: Path) -> None:
 
 
 def test_an_answer_without_a_question_does_not_predict_its_header() -> None:
-    text, spans = ChatTemplate(unmarked("llama3"), tuple(TOKENS.items())).marked(MESSAGES[2:3])
+    ((text, spans),) = answered(ChatTemplate(unmarked("llama3"), tuple(TOKENS.items())), MESSAGES[2:3])
     assert [text[start:end] for start, end in spans] == ["Seven, naïvely ☃.<|eot|>"]
 
 
