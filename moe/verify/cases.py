@@ -17,8 +17,8 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify import parts
-from moe.verify.models.telling import TELLING
 from moe.verify.small import LINEAR, small
+from moe.verify.telling import TELLING
 from parallel.data.kinds.catalog import ENGINES
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid_of

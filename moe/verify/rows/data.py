@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from moe.verify.cases import BATCH, HALVES, MODELS, Case
-from moe.verify.models.telling import TELLING
 from moe.verify.rows.pipeline import LAYERS
+from moe.verify.telling import TELLING
 from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
 
