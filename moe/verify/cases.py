@@ -18,7 +18,7 @@ from moe.recipe.sections import Run
 from moe.router.methods.catalog import METHODS
 from moe.verify.small import LINEAR, small
 from moe.verify.telling import TELLING, squared
-from parallel.data.kinds.catalog import ENGINES
+from parallel.data.kinds import ENGINES
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid_of
 from parallel.pipeline.schedules.catalog import SCHEDULES

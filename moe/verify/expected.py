@@ -36,7 +36,7 @@ from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
 from moe.verify.twin import Result, reference, updated
-from parallel.data.kinds.catalog import PLAIN
+from parallel.data.kinds import PLAIN
 from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
 

@@ -27,7 +27,7 @@ from moe.checks.together import check_run
 from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
 from moe.verify.cases import EXPERTS, HALVES, MODELS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
-from parallel.data.kinds.catalog import ENGINES, planned
+from parallel.data.kinds import ENGINES, planned
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.grids import GRIDS, SMALLEST

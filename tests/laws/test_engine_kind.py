@@ -29,7 +29,7 @@ from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.expected import compare
 from parallel.data.engine import Rule
-from parallel.data.kinds.catalog import ENGINES, planned
+from parallel.data.kinds import ENGINES, planned
 from parallel.data.kinds.kind import EngineKind, Setup
 from parallel.data.stepped import Stepped
 from parallel.errors import BadInput

@@ -34,7 +34,7 @@ from moe.plan.choose.legal import advice, refusal
 from moe.plan.job.cut import layer_lists
 from moe.plan.job.network import Network, Plan, Recomputed
 from moe.plan.time.pipeline_time import How
-from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds import ENGINES, PLAIN
 from parallel.mesh.grids import grid
 from parallel.mesh.mesh import divisors
 from parallel.sequence.kinds import DEFAULT, SEQUENCES

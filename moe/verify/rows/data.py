@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from moe.verify.cases import BATCH, HALVES, MODELS, Case
 from moe.verify.rows.pipeline import LAYERS
 from moe.verify.telling import TELLING
-from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
+from parallel.data.kinds import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
 
 WORLDS = divisors(BATCH)  # numbers of ranks that divide the batch

@@ -7,7 +7,7 @@ from dataclasses import replace
 from moe.verify.cases import BATCH, EXPERTS, LENGTH, MODELS, OPTIONS, PACKED, ROUTERS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
 from moe.verify.telling import TELLING
-from parallel.data.kinds.catalog import planned
+from parallel.data.kinds import planned
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.sequence.kinds import SEQUENCES

@@ -24,7 +24,7 @@ from moe.verify.layouts import Inside, compute, on_forks, on_one_core
 from moe.verify.types.laws import check
 from moe.verify.types.watch import Watch
 from moe.verify.verify import Say, say_now
-from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds import ENGINES, PLAIN
 from parallel.errors import counted, some
 from parallel.mesh.mesh import Degrees, Mesh
 
