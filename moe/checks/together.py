@@ -24,7 +24,7 @@ from moe.recipe.keys import value_of
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_causal, check_read, check_slots, check_spec
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 from parallel.data.kinds import PLAIN
 from parallel.errors import BadInput, counted, did_you_mean, some
 from parallel.fixes import Nproc, Remove, Set, guess

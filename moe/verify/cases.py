@@ -15,7 +15,7 @@ from moe.checks.together import check_run
 from moe.experts.dispatch.catalog import PLAIN, examples
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.router.methods.catalog import METHODS
+from moe.router.methods import METHODS
 from moe.verify.small import LINEAR, small
 from moe.verify.telling import TELLING, squared
 from parallel.data.kinds import ENGINES

@@ -6,7 +6,7 @@ from itertools import cycle
 from math import gcd
 
 from moe.experts.dispatch.catalog import rows_for
-from moe.router.methods.catalog import METHODS
+from moe.router.methods import METHODS
 from moe.verify.cases import BATCH, EXPERTS, MODELS, OPTIONS, ROUTERS, Case
 from parallel.mesh.mesh import divisors
 

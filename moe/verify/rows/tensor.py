@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moe.router.methods.catalog import METHODS
+from moe.router.methods import METHODS
 from moe.verify.cases import EXPERTS, PACKED, ROUTERS, SLICED, Case
 from moe.verify.rows.pipeline import staged
 from parallel.data.kinds import planned

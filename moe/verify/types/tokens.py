@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moe.recipe.router_spec import RouterSpec
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 
 # T tokens, E experts, K choices
 
