@@ -15,7 +15,7 @@ from moe.checks.pipeline import check_pipeline
 from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor, check_tiling
-from moe.experts.dispatch.catalog import check_dispatch
+from moe.experts.dispatch import check_dispatch
 from moe.kernels import check_widths
 from moe.kernels.products import PRODUCTS
 from moe.plan.pipeline import continuous

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moe.checks.together import check_run
-from moe.experts.dispatch.catalog import PLAIN, examples
+from moe.experts.dispatch import PLAIN, examples
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.methods import METHODS

@@ -24,7 +24,7 @@ from itertools import combinations
 from typing import Any
 
 from moe.checks.together import check_run
-from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
+from moe.experts.dispatch import PLAIN, examples, rows_for
 from moe.verify.cases import EXPERTS, HALVES, MODELS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds import ENGINES, planned

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from moe.experts.dispatch.catalog import dispatcher_of
+from moe.experts.dispatch import dispatcher_of
 from moe.kernels import UNFUSED
 from moe.kernels.products import PRODUCTS
 from moe.plan.job.counts import held

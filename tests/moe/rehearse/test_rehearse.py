@@ -16,7 +16,7 @@ import torch
 
 from moe.checks.together import check_run
 from moe.cli.main import main
-from moe.experts.dispatch.catalog import examples
+from moe.experts.dispatch import examples
 from moe.nn import attention
 from moe.nn.rotary import Turns
 from moe.plan.job.of_recipe import network_of, plan_of

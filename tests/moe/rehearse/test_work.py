@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from moe.checks.together import check_run
 from moe.data import Dataset
 from moe.data.token_shard import TokenShard
-from moe.experts.dispatch.catalog import open_exchange
+from moe.experts.dispatch import open_exchange
 from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
