@@ -8,7 +8,7 @@ from moe.plan.pipeline import continuous
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.pipeline.schedules.catalog import ADVISED
+from parallel.pipeline.schedules import ADVISED
 
 _ADAMW = Set("optimizer.kind", "adamw")
 

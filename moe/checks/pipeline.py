@@ -11,7 +11,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set, all_of
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, kind_of
+from parallel.pipeline.schedules import ADVISED, SCHEDULES, fewer_ranks, kind_of
 
 
 def check_pipeline(run: Run) -> None:

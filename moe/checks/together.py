@@ -29,7 +29,7 @@ from parallel.data.kinds import PLAIN
 from parallel.errors import BadInput, counted, did_you_mean, some
 from parallel.fixes import Nproc, Remove, Set, guess
 from parallel.mesh.mesh import Degrees, check_world, divisors
-from parallel.pipeline.schedules.catalog import ADVISED
+from parallel.pipeline.schedules import ADVISED
 from parallel.store.files import named_encoding, user_path
 
 ENCODINGS = ("utf-8", "utf-16", "windows-1252", "iso-8859-1", "shift_jis", "gb18030")  # examples that an error names

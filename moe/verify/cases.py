@@ -21,7 +21,7 @@ from moe.verify.telling import TELLING, squared
 from parallel.data.kinds import ENGINES
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid_of
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.sequence.kinds import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8

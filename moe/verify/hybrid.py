@@ -31,7 +31,7 @@ from parallel.data.kinds import ENGINES, planned
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.grids import GRIDS, SMALLEST
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 
 Factors = Mapping[str, Sequence[str]]  # factor -> its values
 Choice = dict[str, str]  # a row, or a part of one: factor -> value

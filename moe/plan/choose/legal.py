@@ -15,7 +15,7 @@ from moe.plan.time.pipeline_time import homes_of
 from parallel.data.kinds import offloading
 from parallel.errors import counted
 from parallel.mesh.grids import GRIDS, grid
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
 
 # name of a schedule's parameter in its errors -> key of the recipe

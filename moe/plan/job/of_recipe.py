@@ -43,7 +43,7 @@ from moe.recipe.sections import Run
 from moe.recipe.shapes import BLOCK_BYTES, GATED, T5_BUCKETS
 from moe.router.checks import fuses, group_size
 from moe.router.methods import method_of
-from parallel.pipeline.schedules.catalog import SCHEDULES, placed
+from parallel.pipeline.schedules import SCHEDULES, placed
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
 
 

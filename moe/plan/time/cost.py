@@ -30,7 +30,7 @@ from moe.plan.machine.program import Program
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, gather, group_of
 from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
 from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
-from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
+from parallel.pipeline.schedules import closed_form, kind_of, placed
 from parallel.store import files
 from parallel.store.files import read_text
 

@@ -9,7 +9,7 @@ from moe.verify.rows.pipeline import LAYERS
 from moe.verify.telling import TELLING
 from parallel.data.kinds import planned
 from parallel.mesh.mesh import divisors
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.sequence.kinds import SEQUENCES
 
 

@@ -19,7 +19,7 @@ from moe.verify.cases import Case
 from parallel.mesh.collectives import ring_round, sum_over
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.pipeline.links import Links
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.process import process
 from parallel.process.process import World
 from parallel.rehearse.order import Call, difference

@@ -30,7 +30,7 @@ from moe.verify.cases import FORMS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
 from parallel.errors import BadInput
 from parallel.mesh.grids import SMALLEST
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.process.process import World
 from parallel.rehearse.pretended import RehearsalError
 from tests.counted.alive import Alive
