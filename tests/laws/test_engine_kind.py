@@ -24,7 +24,7 @@ from moe.plan.memory.memory import peak
 from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.rehearse.rehearse import carried
+from moe.rehearse import carried
 from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.expected import compare

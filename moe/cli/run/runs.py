@@ -46,7 +46,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
     if types:
         of_types = ("nproc", "json", "kinds", "only", "recipe", "timeout_s")
         _refuse_others(flags, "types", *of_types, "debug_collectives")
-        return call("moe.verify.types.types", **{name: given[name] for name in of_types})
+        return call("moe.verify.types", **{name: given[name] for name in of_types})
     if draws is None:
         refuse({"seed": seed}, got="without --draws", needed="--draws: only random recipes have a seed")
         return call("moe.verify.verify", **given)

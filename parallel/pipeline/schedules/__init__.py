@@ -2,7 +2,8 @@
 
 Letters in this folder: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time. F, B, I and W are actions and
 their times: forward pass, backward pass, and the two halves of a split backward pass, gradients of inputs and of weights. Bubble: idle time
-divided by the time of a rank's actions. A micro-batch is in flight between its forward and backward pass."""
+divided by the time of a rank's actions. A micro-batch is in flight between its forward and backward pass.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe.cli.main import main
-from moe.rehearse.rehearse import walk
+from moe.rehearse import walk
 from moe.verify.cases import Case
 from parallel.mesh.collectives import ring_round, sum_over
 from parallel.mesh.mesh import Axis, Degrees

@@ -24,7 +24,7 @@ from moe.plan.memory.memory import memory
 from moe.plan.memory.stack import OURS
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.rehearse.rehearse import Walked, carried, open_job, take_step, walk
+from moe.rehearse import Walked, carried, open_job, take_step, walk
 from moe.router.router import balanced_logits
 from moe.verify.cases import FORMS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
