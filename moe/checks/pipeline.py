@@ -1,6 +1,5 @@
-"""Checks of pipeline stages (degrees.pp): the schedule, the division of layers, sharding, and schedules whose steps overlap.
-
-Reasons not to run a recipe that the checks accept: another recipe computes the same with less time or memory.
+"""Checks of pipeline stages (degrees.pp): the schedule, the division of layers, sharding, and schedules whose steps overlap. Also reasons
+not to run a recipe that the checks accept, because another recipe computes the same with less time or memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Runs `moe verify`, `moe generate`, `moe eval`, `moe report` and `moe convert`: checks their flags, and calls the code behind them.
-
-`moe bench`: runs measurements, which are the modules of moe/bench that have a function `main`. Their names,
-help texts and flags are read from the source files, because importing these would load torch.
+"""Runs `moe verify`, `moe generate`, `moe eval`, `moe report`, `moe convert` and `moe bench`: checks their flags, and calls the code behind
+them. Measurements of `moe bench` are the modules of moe/bench that have a function `main`. Their names, help texts and flags are read from
+the source files, because importing these would load torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Predicts the seconds of one training step of a plan on a cluster, by purpose. Needs no device.
+"""Predicts the seconds of one training step of a plan on a cluster, by purpose, and the range in which the measured seconds may lie. Needs
+no device.
 
     step_time(network, plan, cluster)
         stage i, one micro-batch    t_i = forward + backward + recompute, from the times of device and host (stage_time.py)
@@ -9,11 +10,8 @@
 The closed form of 1F1B is exact if all stages are equally slow, or if the last is the slowest; otherwise it overestimates. Sources:
 Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7 for bytes, GShard (2006.16668) for experts.
 
-Tells how far a measured step time may be from its prediction: ranges of measured / predicted seconds for groups of published runs
-(ranges.yaml).
-
-Each range was tested on published tables that were left out when it was computed. `python -m tests.planner ranges` writes the file, and
-tests/planner/ranges.py describes how.
+`range_of` reads ranges.yaml: ranges of measured / predicted seconds for groups of published runs. Each range was tested on published
+tables that were left out when it was computed. `python -m tests.planner ranges` writes the file; tests/planner/ranges.py describes how.
 """
 
 from __future__ import annotations
