@@ -9,7 +9,6 @@ from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set, all_of
-from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules import ADVISED, SCHEDULES, fewer_ranks, kind_of
 
 
@@ -27,7 +26,7 @@ def check_pipeline(run: Run) -> None:
         raise BadInput("degrees.pp", got=pp, needed=f"at most one stage a layer{more}: model.num_layers={layers}", fix=fix)
     schedule = schedule_of(run)
     layers_of(run, schedule)
-    _check_sharding(run, schedule)
+    _check_sharding(run)
     if continuous(run):
         _check_continuous(run)
 
@@ -47,7 +46,7 @@ def _check_without_stages(run: Run) -> None:
         energy_plan(run)
 
 
-def _check_sharding(run: Run, schedule: Schedule) -> None:
+def _check_sharding(run: Run) -> None:
     s, pp = run.sharding, run.degrees.pp
     slow = slow_sharding(run)
     if slow is not None and not s.allow_slow:
