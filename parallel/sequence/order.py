@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
 Places = Literal["contiguous", "striped", "zigzag"]
+ORDERS: tuple[Places, ...] = get_args(Places)
 
 
 class Block(NamedTuple):
@@ -45,7 +46,7 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 @dataclass(frozen=True)
 class Order:
     """Division of sequences of `length` tokens over a ring of `size` places. inner: number of ranks at each place of the ring (Ulysses);
-    each of them holds one chunk of the place's positions. kind: one of Places. causal: a token sees no later tokens. Raises BadInput if
+    each of them holds one chunk of the place's positions. kind: one of ORDERS. causal: a token sees no later tokens. Raises BadInput if
     `length` cannot be divided."""
 
     kind: str

@@ -134,6 +134,7 @@ MAY_NAME = {
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/plan/search/runnable.py": "presets of what a planner tries",
     "moe/verify/cases.py": "rows",
+    "moe/verify/telling.py": "experts.zero, another key",
     **{f"moe/verify/rows/{name}.py": "rows" for name in ("data", "expert", "pipeline", "sequence", "tensor")},
     "moe/verify/kinds.py": "rows",
     "moe/cli/run/runs.py": "the flag --fsdp",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.kinds import SEQUENCES, Attention
 from parallel.sequence.method import Known, Method
-from parallel.sequence.order import Order, Places
+from parallel.sequence.order import ORDERS, Order
 from parallel.sequence.ring import Ring
 from parallel.sequence.softmax import Tokens
 from parallel.sequence.ulysses import Ulysses
@@ -192,7 +192,7 @@ def test_bytes_are_those_of_the_formulas(size: int) -> None:
         assert sum(int(rank[number]["sent"]) for rank in ranks) == expected.forward + expected.backward, name
 
 
-@pytest.mark.parametrize("kind", get_args(Places))
+@pytest.mark.parametrize("kind", ORDERS)
 def test_tokens_are_those_of_the_places_and_so_is_a_part_of_them(kind: str) -> None:
     order, document_BS = Order(kind, 3, 3 * EACH), given(3)["documents"]
     for rank in range(3):

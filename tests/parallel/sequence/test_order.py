@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
-from typing import get_args
 
 import pytest
 
 from parallel.errors import BadInput
 from parallel.sequence.balanced import steps, task
-from parallel.sequence.order import ALL, Block, Order, Places, cut
+from parallel.sequence.order import ALL, ORDERS, Block, Order, cut
 
 
-@pytest.mark.parametrize("kind", get_args(Places))
+@pytest.mark.parametrize("kind", ORDERS)
 @pytest.mark.parametrize(("size", "inner", "each"), [(1, 1, 6), (1, 1, 7), (2, 1, 4), (3, 1, 8), (5, 2, 4), (2, 3, 12)])
 def test_every_place_is_held_once_and_blocks_are_the_causal_pairs(kind: str, size: int, inner: int, each: int) -> None:
     order = Order(kind, size, size * each * inner, inner)
@@ -36,7 +35,7 @@ def test_every_place_is_held_once_and_blocks_are_the_causal_pairs(kind: str, siz
             assert replace(order, causal=False).blocks(queries, keys) == (Block(ALL, ALL, False),)
 
 
-@pytest.mark.parametrize("kind", get_args(Places))
+@pytest.mark.parametrize("kind", ORDERS)
 @pytest.mark.parametrize("part", [slice(None), slice(5), slice(3, 9), slice(1, None), slice(None, -1), slice(11, 12), slice(4, 4)])
 def test_a_part_of_runs_is_that_part_of_their_places(kind: str, part: slice) -> None:
     order = Order(kind, 3, 36)
