@@ -154,6 +154,11 @@ def cut_after(path: Path, step: int) -> None:
         replace_file(path, new)
 
 
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Return all lines that are neither half-written nor damaged; an empty list if there is no file."""
+    return [line for _, line in _whole(_content(path))]
+
+
 def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
     """Return the lines of steps after `step`, and earlier lines with `key`. Other lines are not parsed, so that long runs resume fast."""
     named, found = f'"{key}"'.encode(), []
