@@ -36,7 +36,7 @@ from moe.router.capacity import kept_choices, slots_of  # noqa: E402
 from moe.train.parts.learning_rate import learning_rate  # noqa: E402
 from parallel.mesh.mesh import Degrees  # noqa: E402
 from parallel.pipeline.schedule import Span  # noqa: E402
-from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
+from parallel.pipeline.schedules import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.draw import add_legend, draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import costs, simulate  # noqa: E402
 from tests.support.kfac_work import Packing, packing_of, works  # noqa: E402

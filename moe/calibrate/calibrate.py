@@ -34,7 +34,7 @@ from moe.plan.machine.program import OWN_ON_CPU
 from moe.plan.time.cost import step_time
 from moe.plan.time.stage_time import own_program
 from moe.recipe.load import build_run
-from parallel.data.kinds.catalog import CUT, ENGINES, PLAIN
+from parallel.data.kinds import CUT, ENGINES, PLAIN
 from parallel.errors import counted
 from parallel.machine import memory_limit_bytes, processor, usable_cores
 from parallel.numerics.precision import multiplies

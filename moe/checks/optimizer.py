@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from moe.checks.clash import check_others, clash
-from moe.experts.dispatch.catalog import dispatcher_of
+from moe.experts.dispatch import dispatcher_of
 from moe.plan.pipeline import continuous
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.pipeline.schedules.catalog import ADVISED
+from parallel.pipeline.schedules import ADVISED
 
 _ADAMW = Set("optimizer.kind", "adamw")
 

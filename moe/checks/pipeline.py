@@ -1,6 +1,5 @@
-"""Checks of pipeline stages (degrees.pp): the schedule, the division of layers, sharding, and schedules whose steps overlap.
-
-Reasons not to run a recipe that the checks accept: another recipe computes the same with less time or memory.
+"""Checks of pipeline stages (degrees.pp): the schedule, the division of layers, sharding, and schedules whose steps overlap. Also reasons
+not to run a recipe that the checks accept, because another recipe computes the same with less time or memory.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set, all_of
-from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, kind_of
+from parallel.pipeline.schedules import ADVISED, SCHEDULES, fewer_ranks, kind_of
 
 
 def check_pipeline(run: Run) -> None:
@@ -28,7 +26,7 @@ def check_pipeline(run: Run) -> None:
         raise BadInput("degrees.pp", got=pp, needed=f"at most one stage a layer{more}: model.num_layers={layers}", fix=fix)
     schedule = schedule_of(run)
     layers_of(run, schedule)
-    _check_sharding(run, schedule)
+    _check_sharding(run)
     if continuous(run):
         _check_continuous(run)
 
@@ -48,7 +46,7 @@ def _check_without_stages(run: Run) -> None:
         energy_plan(run)
 
 
-def _check_sharding(run: Run, schedule: Schedule) -> None:
+def _check_sharding(run: Run) -> None:
     s, pp = run.sharding, run.degrees.pp
     slow = slow_sharding(run)
     if slow is not None and not s.allow_slow:

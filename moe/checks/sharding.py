@@ -6,7 +6,7 @@ import tempfile
 
 from moe.checks.clash import clash
 from moe.recipe.sections import Offload, Run
-from parallel.data.kinds.catalog import offloading
+from parallel.data.kinds import offloading
 from parallel.errors import BadInput, did_you_mean
 from parallel.fixes import Set, all_of, guess
 from parallel.process.extensions import missing_for_nvme

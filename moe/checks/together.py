@@ -15,7 +15,7 @@ from moe.checks.pipeline import check_pipeline
 from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor, check_tiling
-from moe.experts.dispatch.catalog import check_dispatch
+from moe.experts.dispatch import check_dispatch
 from moe.kernels import check_widths
 from moe.kernels.products import PRODUCTS
 from moe.plan.pipeline import continuous
@@ -24,12 +24,12 @@ from moe.recipe.keys import value_of
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_causal, check_read, check_slots, check_spec
-from moe.router.methods.catalog import method_of
-from parallel.data.kinds.catalog import PLAIN
+from moe.router.methods import method_of
+from parallel.data.kinds import PLAIN
 from parallel.errors import BadInput, counted, did_you_mean, some
 from parallel.fixes import Nproc, Remove, Set, guess
 from parallel.mesh.mesh import Degrees, check_world, divisors
-from parallel.pipeline.schedules.catalog import ADVISED
+from parallel.pipeline.schedules import ADVISED
 from parallel.store.files import named_encoding, user_path
 
 ENCODINGS = ("utf-8", "utf-16", "windows-1252", "iso-8859-1", "shift_jis", "gb18030")  # examples that an error names

@@ -22,7 +22,7 @@ from parallel.pipeline.energy.energy import EnergyPlan, envpipe, plan_clocks
 from parallel.pipeline.energy.plan_file import write_plan
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Action, Op, Schedule
-from parallel.pipeline.schedules.catalog import kind_of, make_schedule
+from parallel.pipeline.schedules import kind_of, make_schedule
 from parallel.pipeline.simulator.held import peak_activations
 
 KINDS = {".json": "the plan", ".png": "a picture"}

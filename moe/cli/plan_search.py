@@ -35,7 +35,7 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.order_file import write_order
-from parallel.pipeline.schedules.catalog import kind_of, placed
+from parallel.pipeline.schedules import kind_of, placed
 from parallel.pipeline.schedules.search import search as search_order
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import makespan

@@ -19,7 +19,7 @@ from moe.launch import exit_codes
 from parallel.errors import BadInput, counted
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Schedule, flushed
-from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, kind_of, make_schedule
 from parallel.pipeline.schedules.search import homes_of, search
 from parallel.pipeline.simulator.draw import common_unit, text, write_trace
 from parallel.pipeline.simulator.held import peak_activations, peak_held, weight_versions

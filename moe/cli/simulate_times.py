@@ -13,7 +13,7 @@ from moe.plan.pipeline import STATE_BYTES, WEIGHT_BYTES, Device, Stage, layers_o
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import fewer_ranks
+from parallel.pipeline.schedules import fewer_ranks
 from parallel.pipeline.simulator.held import peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_period, makespan, simulate
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from moe.recipe.keys import known_keys, value_of
 from moe.recipe.sections import Router, Run
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 from parallel.errors import BadInput, counted, some
 from parallel.fixes import Set
 from parallel.mesh.mesh import divisors

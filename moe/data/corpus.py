@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moe.data import formats, separated
+from moe.data import formats
 from moe.data.remarks import (
     AS_TEXT,
     DANGLING,
@@ -128,7 +128,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         name
         for name in names
         if formats.is_table(name)
-        or (separated.is_separated(name) and data.source != "text" and (path.is_file() or _has_column(root / name, text_key, encoding)))
+        or (formats.is_separated(name) and data.source != "text" and (path.is_file() or _has_column(root / name, text_key, encoding)))
     ]
     found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
     source = "jsonl" if data.source == "jsonl" else "text" if data.source == "text" else found
@@ -146,7 +146,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
 
 def _has_column(path: Path, text_key: formats.TextKey, encoding: str) -> bool:
     try:
-        return text_key.name in separated.columns(path, encoding)
+        return text_key.name in formats.columns(path, encoding)
     except (BadInput, OSError):
         return False
 
@@ -204,8 +204,7 @@ def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
         if corpus.by_lines(name):
             yield from _read_lines(path, corpus.text_key, corpus.encoding)
         elif corpus.by_rows(name):
-            of_rows = separated.is_separated(name)
-            found = separated.texts(path, corpus.text_key, corpus.encoding) if of_rows else formats.texts(path, corpus.text_key)
+            found = formats.texts(path, corpus.text_key, corpus.encoding)
             yield from (Document(text or "", text or None) for text in found)
         else:
             yield Document(name, *decoded(formats.whole(path), corpus.encoding))

@@ -1,15 +1,19 @@
-"""Reads files that are not plain text: compressed files, as a stream, and tables (Parquet, Arrow), row by row.
+"""Reads files that are not plain text: compressed files, as a stream, and tables (Parquet, Arrow, separated values), row by row.
 
     a.txt.gz  a.jsonl.zst     unpacked in small pieces while they are read, so memory does not grow with the unpacked size
     a.parquet  a.arrow        one column, a few rows at a time; Arrow's file format and its stream format (which `datasets` saves)
+    a.csv  a.tsv              one row at a time, also compressed; the first line has the names of the columns. The separator of *.tsv is
+                              the tab, that of *.csv the most frequent of comma, semicolon and tab in the first line
 
 A small compressed file may unpack to any size, so the size of a document, line or cell is limited. BadInput is raised for a truncated or
-damaged file, and if the package that reads its format is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
+damaged file, and if the package that reads its format is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard), RFC 4180 (separated
+values: a field in quotes may hold separators, ends of lines and doubled quotes).
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import io
 import json
@@ -26,6 +30,7 @@ from parallel.store.files import UTF_8, read_text
 PACKED = (".gz", ".zst")
 JSONL = (".jsonl", ".ndjson", ".jsonlines")
 TABLES = (".parquet", ".arrow", ".feather")
+SEPARATED = (".csv", ".tsv")
 FIRST = 8  # number of documents, or chats, that are read to check a file before long work
 LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
 _ZST_READ_BYTES = 1024  # compressed bytes in a read: few, because 4 bytes can unpack to 128 KiB
@@ -191,9 +196,12 @@ class _Zst(io.RawIOBase):
         return size
 
 
-def texts(path: Path, column: TextKey) -> Iterator[str | None]:
-    """Yield the texts of a table's column, in order; None for an empty cell. Raises BadInput for a damaged table, a missing column, a
-    column that has no strings, and a cell that is not UTF-8 or exceeds the limit of a document."""
+def texts(path: Path, column: TextKey, encoding: str = UTF_8) -> Iterator[str | None]:
+    """Yield the texts of a table's column, in order; None for an empty cell. encoding: of separated values. Raises BadInput for a damaged
+    table, a missing column, a column that has no strings, and a cell that is not UTF-8 or exceeds the limit of a document."""
+    if is_separated(path.name):
+        yield from _separated_texts(path, column, encoding)
+        return
     with _table(path, f"data file {path}, column {column.name}") as arrow:
         for batch in _batches(path, column):
             yield from _strings(batch, path, column, arrow)
@@ -253,3 +261,55 @@ def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[st
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
             raise too_long(path, "a cell", "write one document per row")
         yield cell.as_py()
+
+
+def is_separated(name: str) -> bool:
+    return PurePosixPath(unpacked_name(name)).suffix.lower() in SEPARATED
+
+
+def columns(path: Path, encoding: str) -> list[str]:
+    """Return the names in a table's first line; [] for an empty file. Raises BadInput for a file that is no table in this encoding."""
+    with _separated(path, encoding) as rows:
+        return next(rows, [])
+
+
+def _separated_texts(path: Path, column: TextKey, encoding: str) -> Iterator[str | None]:
+    """Yield the texts of a table's column, in order; None for an empty field. Raises BadInput for a missing column, a row with
+    too few or too many fields, and a file that is no table in this encoding."""
+    with _separated(path, encoding) as rows:
+        names: list[str] = next(rows, [])
+        if column.name not in names:
+            fix = column.fix(did_you_mean(column.name, names)) | Set("data.source", "text", said="text, to read the file as plain text")
+            raise BadInput(f"data file {path}", got=f"columns {', '.join(names[:8])}", needed=f"the column {column.name}", fix=fix)
+        at = names.index(column.name)
+        for row in rows:
+            if row and len(row) != len(names):
+                where, got = f"{path}, line {rows.line_num}", f"a row of {len(row)} fields"
+                raise BadInput(
+                    where, got=got, needed=f"{len(names)} fields, as in the first line", fix="correct this row, or put its text into quotes"
+                )
+            yield row[at] or None if row else None
+
+
+@contextlib.contextmanager
+def _separated(path: Path, encoding: str) -> Iterator[Any]:
+    """Return a context with an iterator over the rows of a table. The context raises BadInput if a row cannot be read."""
+    csv.field_size_limit(LONGEST_BYTES)
+    with decoding(path, encoding):
+        first = next(_text_lines(path, encoding), "")
+        tabs = PurePosixPath(unpacked_name(path.name)).suffix.lower() == ".tsv"
+        reader = csv.reader(_text_lines(path, encoding), delimiter="\t" if tabs else max(",;\t", key=first.count), strict=True)
+        try:
+            yield reader
+        except csv.Error as error:
+            got, fix = f"no table ({error})", "correct this row" | Set("data.source", "text", said="text, to read the file as plain text")
+            raise BadInput(f"{path}, line {reader.line_num}", got=got, needed="rows of separated values", fix=fix) from None
+
+
+def _text_lines(path: Path, encoding: str) -> Iterator[str]:
+    with opened(path) as file:
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig" if encoding == UTF_8 else encoding, newline="")
+        while line := lines.readline(LONGEST_BYTES + 1):
+            if len(line) > LONGEST_BYTES:
+                raise too_long(path, "a line", "write one document per row")
+            yield line

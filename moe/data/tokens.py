@@ -28,8 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe.data.corpus import SIDES, Corpus, Side, Survey, content_hash, split_documents, stamp, survey
-from moe.data.formats import TextKey
-from moe.data.separated import is_separated
+from moe.data.formats import TextKey, is_separated
 from moe.data.tokenizer import Bytes, Tokenizer, load, pieces, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted

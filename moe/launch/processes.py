@@ -169,11 +169,11 @@ def send(ranks: list[Rank], number: int) -> int:
     return sent
 
 
-def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_s: float = 10.0) -> list[int]:
+def kill_all(session: int | None, *tokens: str, spared: int | None = None) -> list[int]:
     """Kill all processes that have one of `tokens` in their environment (TOKEN), and all in the session with the id `session` (None: no
-    session), except process `spared`. SIGKILL is repeated until none is alive, at most `wait_s` seconds. Return the ids of processes that
+    session), except process `spared`. SIGKILL is repeated until none is alive, at most 10 seconds. Return the ids of processes that
     are still alive, because they are stuck in the kernel."""
-    until = time.monotonic() + wait_s
+    until = time.monotonic() + 10
     while True:
         if session is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,10 +1,10 @@
-"""Initial weights, as functions of only (seed, global name, index in the unsharded tensor).
+"""Initial weights, as functions of only (seed, global name, index in the unsharded tensor), and the global names of parameters.
 
 So initial weights are bitwise equal on every layout, and a rank computes only its shards (parallel/numerics/first_values.py). The
 distribution is a normal one, truncated at 2 sigma, with sigma = sqrt(init_scale / fan_in) (Switch, arXiv 2101.03961, section 2.4,
 init_scale 0.1).
 
-Global names of parameters, used in checkpoints and for initial values. They do not depend on tiling or on the stacking of experts.
+Checkpoints use the global names too. They do not depend on tiling or on the stacking of experts:
 
 name in the model                  global name
 layers.3.moe.experts.w1            layers.3.experts.{}.w1      a stack: one name for each expert, with its global index in {}

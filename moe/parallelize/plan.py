@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import nn
 
-from moe.experts.dispatch.catalog import open_exchange
+from moe.experts.dispatch import open_exchange
 from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.experts import HIDDEN_DIM
 from moe.experts.layer import MoELayer

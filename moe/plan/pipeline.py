@@ -44,7 +44,7 @@ from parallel.pipeline.check import check
 from parallel.pipeline.energy.plan_file import ClockedSchedule, read_plan
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Action, Op, Schedule
-from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, make_schedule
+from parallel.pipeline.schedules import ADVISED, SCHEDULES, fewer_ranks, make_schedule
 from parallel.pipeline.simulator.simulate import Cost, costs, simulate
 from parallel.store.files import user_path
 

@@ -1,11 +1,10 @@
-"""The base class of a recipe's sections, and `key`, which declares one of their keys.
+"""The base class of a recipe's sections, and `key`, which declares one of their keys. Also splits recipe values off a command line:
+`--section.key value` and `--section.key=value`, in any position.
 
     beta1: float = key(0.9, "decay rate of the momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
 
 The declaration has all properties of the key: type, default, meaning, bounds, what a change alters in a resumed run, and the condition
 under which the key is read. A section may state the last two for all of its keys.
-
-Splits recipe values off a command line: `--section.key value` and `--section.key=value`, in any position.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 from moe.recipe.sections import Run
 from moe.records.windows import Found, Window, course, spikes
 from moe.router.checks import looks_ahead
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 
 LASTING = 3  # number of windows, the last ones of the run so far, that must all show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven

@@ -43,7 +43,7 @@ from moe.records.conditions import (
 )
 from moe.records.windows import Filling, Found, Window, window_length, windows_of
 from moe.router.checks import looks_ahead, only_second_choices_look_ahead
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 from parallel.errors import plain
 from parallel.fixes import Fix, Set, Words
 

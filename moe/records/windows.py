@@ -1,12 +1,11 @@
-"""Windows of a run's training steps: means over a few consecutive steps, which the rules of `moe doctor` read (moe/records/rules.py).
+"""Windows of a run's training steps, which are means over a few consecutive steps, and the course of the training loss: whether it fell as
+it should. The rules of `moe doctor` read both (moe/records/rules.py).
 
     lines of metrics.jsonl  | 1 .. 15 | 16 .. 30 | ... |        a fortieth of the run each, at least MIN_STEPS steps
                                  \\ means over the window, for each MoE layer too
 
 A mean over many steps averages out the noise of single batches. A window keeps few numbers, so a running job can hold all of its windows in
 memory.
-
-The course of a training loss: whether it fell as it should, for the rules of `moe doctor` (moe/records/rules.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe.router.capacity import slots_of
-from moe.router.methods.catalog import METHODS, method_of
+from moe.router.methods import METHODS, method_of
 from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Set, written
 

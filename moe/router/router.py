@@ -23,7 +23,7 @@ from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
 from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec, fuses
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.routing import Decision, Routing
 from moe.router.scores import chance_of_choice, chosen_gates, chosen_scores, gumbel, jittered, normal, probabilities, scores_of

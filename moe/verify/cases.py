@@ -12,17 +12,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moe.checks.together import check_run
-from moe.experts.dispatch.catalog import PLAIN, examples
+from moe.experts.dispatch import PLAIN, examples
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.router.methods.catalog import METHODS
-from moe.verify import parts
-from moe.verify.models.telling import TELLING
+from moe.router.methods import METHODS
 from moe.verify.small import LINEAR, small
-from parallel.data.kinds.catalog import ENGINES
+from moe.verify.telling import TELLING, squared
+from parallel.data.kinds import ENGINES
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid_of
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.sequence.kinds import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
@@ -46,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_OWN_BALANCE = f"{parts.__name__}:{parts.squared.__name__}"
+_OWN_BALANCE = f"{squared.__module__}:{squared.__name__}"
 # capacity and balance counted within each sequence, so that results do not depend on the layout
 _BY_SEQUENCE = {"group": "sequence", "balance_scope": "sequence", "min_capacity": 1}
 ROUTERS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,5 @@
-"""Computes the expected result of a case (one model in one parallel layout), and by how much the case may deviate from this result.
+"""Computes the expected result of a case (one model in one parallel layout), by how much the case may deviate from this
+result, and the five deviations in its table row: how far its losses, gradients and weights are from the reference's.
 
     fp32           the plain twin in float64: a second implementation of training (twin.py). Tolerance 1e-5 for each number. Adam divides a
                    gradient near 0 by its own size, so it magnifies the rounding of gradients. So if a case fails, its weights are compared
@@ -15,8 +16,6 @@ A Bound is measured by Monte Carlo arithmetic (Parker 1997). The twin runs in fp
 would round is multiplied by a random factor. The factor differs from 1 by at most the unit roundoff: 2^-8 in bf16, 2^-11 in fp16. The bound
 is twice the largest deviation in DRAWS such runs. More runs, up to MOST_DRAWS, are made only if a case exceeds the bound so far: a token
 that is nearly tied between two experts changes its expert only in some runs.
-
-Computes the five deviations in a table row of `moe verify`: how far a run's losses, gradients and weights are from a reference run's.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
 from moe.verify.twin import Result, reference, updated
-from parallel.data.kinds.catalog import PLAIN
+from parallel.data.kinds import PLAIN
 from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
 

@@ -4,8 +4,6 @@ A row has one value of each feature in FACTORS, and is tested as one case (a mod
 every two values of different features occur together in at least one row, unless the checks of recipes refuse this pair. The degree of dp
 is the number of ranks divided by pp * tp * sp; ep and etp use the same ranks as the other axes.
 
-Chooses a few rows (combinations of one value of every factor), so that every pair of values of two factors occurs in some row.
-
     factors   a: 1 2    b: x y    c: p q r            there are 12 combinations; these 6 rows contain every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
 
@@ -24,14 +22,14 @@ from itertools import combinations
 from typing import Any
 
 from moe.checks.together import check_run
-from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
+from moe.experts.dispatch import PLAIN, examples, rows_for
 from moe.verify.cases import EXPERTS, HALVES, MODELS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
-from parallel.data.kinds.catalog import ENGINES, planned
+from parallel.data.kinds import ENGINES, planned
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.grids import GRIDS, SMALLEST
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 
 Factors = Mapping[str, Sequence[str]]  # factor -> its values
 Choice = dict[str, str]  # a row, or a part of one: factor -> value

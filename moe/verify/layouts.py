@@ -35,7 +35,7 @@ from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result, ages, spread, version_read
 from parallel.data.engine import Engine
-from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds import ENGINES, PLAIN
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.clip import GradientNorm

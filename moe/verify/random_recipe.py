@@ -29,7 +29,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Fix, put, take
 from parallel.mesh.mesh import divisors
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.store import files
 
 Values = dict[str, Any]  # a recipe's nested values

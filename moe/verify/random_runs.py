@@ -26,7 +26,7 @@ from moe.verify.layouts import run_world
 from moe.verify.random_recipe import Draw, Refusal, Values, draw, smaller
 from moe.verify.small import known, not_in_the_twin
 from moe.verify.verify import Say, judged, place_of, say_now
-from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds import ENGINES, PLAIN
 from parallel.errors import counted
 
 _TRIES = 60  # largest number of runs that shrink a failed recipe to the smallest one that still fails

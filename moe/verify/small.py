@@ -14,7 +14,7 @@ from moe.plan.pipeline import continuous
 from moe.recipe.frozen import layers_of
 from moe.recipe.load import load
 from moe.recipe.sections import Optimizer, Run
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 from parallel.errors import BadInput
 
 # keys that are not taken from the user's recipe: sizes, and a few settings that a case sets itself

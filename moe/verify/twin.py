@@ -34,7 +34,7 @@ from moe.verify.plain.model import Rounding
 from moe.verify.plain.step import PlainStep, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
 from parallel.mesh.mesh import Degrees, Mesh
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.schedules.kind import Size
 from parallel.store.checkpoint import pieces
 

@@ -29,7 +29,7 @@ from moe.verify.small import known
 from moe.verify.started import run_started
 from moe.verify.table import Table
 from moe.verify.where import Standard, last_module
-from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds import ENGINES, PLAIN
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.process.process import gpus

@@ -1,7 +1,5 @@
 """Common base of the engines in which torch's optimizer updates this rank's parameters: unsharded parameters (DDP), or local shards
-(FSDP).
-
-Sets the learning rate of an optimizer's next step, and the factor by which it multiplies gradients.
+(FSDP). Also sets the learning rate of an optimizer's next step, and the factor by which it multiplies gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PipeFisher (arXiv 2211.14133): runs K-FAC's work in a pipeline's bubbles, by a plan made from measured times.
+"""PipeFisher (arXiv 2211.14133): packs K-FAC's work into a pipeline's bubbles, by a plan made from measured times, and runs it there.
 
     rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      F0, B0: forward and backward pass of micro-batch 0
                                                                         A0, G0: its terms of the factors A, G   inv: inversion
@@ -6,13 +6,9 @@
 A and G are K-FAC's factors: second moments of a linear layer's inputs and of its output gradients. Each rank measures its
 first steps and makes its own plan. Work that fits into no bubble runs at the end of a step.
 
-Packs other work into the bubbles of a Timeline, like PipeFisher (arXiv 2211.14133) packs K-FAC's curvature and inversion work.
-
-    rank 1 | .. F0 F1 A0 A1 F2 ...     A0: work on micro-batch 0, possible after F0, done while the rank would wait
-
 Bubbles are filled in time order, each with the work that can start first; if several can start at the same time, with the one of highest
-priority. Work that fits into no bubble of the first step goes into the next steps, which have the same timeline. The pipeline's actions
-keep their times.
+priority. Work that fits into no bubble of the plan's first step goes into the next steps, which have the same timeline. The pipeline's
+actions keep their times.
 """
 
 from __future__ import annotations

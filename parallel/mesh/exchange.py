@@ -1,5 +1,5 @@
-"""Counts for an exchange of rows: tells each rank how many rows it will receive, and sorts the received rows by bin.
-A bin is a destination on a rank, such as an expert.
+"""Rows that ranks exchange: the counts of rows that each rank will receive, and runs, which spread any number of rows over ranks. Received
+rows are sorted by bin, which is a destination on a rank, such as an expert.
 
     counts [ranks, bins]  ->  all_to_all of counts  ->  all_to_all of rows
     rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
@@ -8,7 +8,7 @@ A bin is a destination on a rank, such as an expert.
 Counts are exchanged first, because ranks cannot know how many rows will arrive. A rank without rows still takes part, or the others would
 wait forever.
 
-Splits any number of rows into contiguous chunks ("runs"), one for each rank of an axis. Runs differ by at most one row.
+A run is a contiguous chunk of rows, one for each rank of an axis. Runs differ by at most one row.
 
 7 rows on 3 ranks      0 1 2 | 3 4 | 5 6          as torch.tensor_split splits them
 message of a gather    0 1 2   3 4 .   5 6 .      . = padding, which the receiver removes

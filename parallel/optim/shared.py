@@ -1,4 +1,5 @@
-"""Distributes work on whole matrices over the ranks that hold copies or shards of them: one rank, the owner, does the work on a matrix.
+"""Base classes of the project's optimizers, the last operation of an update, and the distribution of work on whole matrices over the ranks
+that hold copies or shards of them. One rank, the owner, does the work on a matrix.
 
     copies    every rank has the matrix                      the owner works   --all-gather-->   all ranks have the result
     shards    --all-to-all-->  the whole matrix              the owner works   --all-to-all-->   each rank has its shard of the result
@@ -6,8 +7,6 @@
 A matrix that is sharded over several axes (FSDP and tensor parallelism, for example) is joined axis by axis, and its result is sharded in
 the reverse order. All ranks compute the owners from the shapes alone. Many matrices are sent together, in rounds. While a round is
 computed, the next rounds are on their way to their owners, and the results of the rounds before are on their way back.
-
-Base classes of the project's optimizers, and the last operation of an update.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Reads and writes files that a user names. A bad path, a pipe, a device or a huge file gives a one-line error instead of a hang.
+"""Reads and writes files that a user names, and reads YAML from any source. A bad path, a pipe, a device or a huge file gives a one-line
+error instead of a hang.
 
 `what`, in all functions, is the flag or key that named the file, for error messages.
 
-Loads YAML text from any source safely: plain values only, and limits on their number and depth.
+YAML may have only plain values, up to limits of their number and depth:
 
     text -> events, counted -> values      {a: &x [1, 1], b: [*x, *x]}     counts as 13 values, with keys, lists and written-out aliases
 

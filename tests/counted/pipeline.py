@@ -18,7 +18,7 @@ from moe.records.results import write_json
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import defer_gradients, splittable
 from parallel.pipeline.schedule import Op, Schedule, Span, Watcher
-from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
+from parallel.pipeline.schedules import SCHEDULES, kind_of
 from parallel.pipeline.simulator.held import peak_kept, weight_versions
 from parallel.process.fork import run_on_ranks
 from tests.counted.alive import Alive

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.experts.dispatch import catalog
-from moe.experts.dispatch.catalog import DISPATCHERS, PLAIN, check_dispatch, dispatcher_of, examples, open_exchange, rows_for
+from moe.experts.dispatch import DISPATCHERS, PLAIN, check_dispatch, dispatcher_of, examples, open_exchange, rows_for
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from moe.experts.dispatch.network import Dropout, compute
 from moe.experts.experts import Experts
@@ -95,7 +94,7 @@ class Around(Exchange):
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalog.DISPATCHERS, Ring.name, Ring)
+    monkeypatch.setitem(DISPATCHERS, Ring.name, Ring)
 
 
 def with_it(run: sections.Run, **keys: object) -> sections.Run:

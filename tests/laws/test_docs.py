@@ -32,7 +32,7 @@ from moe.recipe.load import load
 from moe.recipe.presets import PRESETS
 from moe.recipe.section import take_overrides
 from moe.recipe.sections import Run
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from tests.campaigns import faults
 from tests.mutations import run
 from tests.mutations.every import MUTATIONS

@@ -24,12 +24,12 @@ from moe.plan.memory.memory import peak
 from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.rehearse.rehearse import carried
+from moe.rehearse import carried
 from moe.verify import cases, expected, kinds, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.expected import compare
 from parallel.data.engine import Rule
-from parallel.data.kinds.catalog import ENGINES, planned
+from parallel.data.kinds import ENGINES, planned
 from parallel.data.kinds.kind import EngineKind, Setup
 from parallel.data.stepped import Stepped
 from parallel.errors import BadInput
@@ -134,6 +134,7 @@ MAY_NAME = {
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/plan/search/runnable.py": "presets of what a planner tries",
     "moe/verify/cases.py": "rows",
+    "moe/verify/telling.py": "experts.zero, another key",
     **{f"moe/verify/rows/{name}.py": "rows" for name in ("data", "expert", "pipeline", "sequence", "tensor")},
     "moe/verify/kinds.py": "rows",
     "moe/cli/run/runs.py": "the flag --fsdp",

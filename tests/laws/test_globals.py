@@ -124,7 +124,7 @@ SETTINGS = {
         "moe/cli/doctor.py": "before ranks are forked, and back",
         "moe/verify/verify.py": "ranks are forked, and a forked process must not inherit a pool of threads",
         "moe/verify/random_runs.py": "likewise",
-        "moe/verify/types/types.py": "likewise",
+        "moe/verify/types/__init__.py": "likewise",
         "moe/verify/peer.py": "likewise",
         "moe/calibrate/calibrate.py": "likewise; and a rank that measures how much threads help",
         "moe/bench/": "likewise; what is compared gets equally many",

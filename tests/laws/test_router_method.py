@@ -19,7 +19,7 @@ from moe.plan.memory.stack import OURS
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.checks import check_causal, decides_together
-from moe.router.methods import catalog
+from moe.router.methods import METHODS
 from moe.router.methods.method import Method, RoutingRequest
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
@@ -50,7 +50,7 @@ class RunnersUp(Method):
 
 @pytest.fixture(autouse=True)
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalog.METHODS, RunnersUp.name, RunnersUp())
+    monkeypatch.setitem(METHODS, RunnersUp.name, RunnersUp())
 
 
 def with_it(run: Run, **keys: object) -> Run:
@@ -91,7 +91,7 @@ def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, three_ste
 
 def test_no_other_file_names_a_method() -> None:
     """Quoted names of methods occur only in moe/router/methods/ and in the files of `allowed`."""
-    names = "|".join(name for name in catalog.METHODS if name not in ("top_k", "hash", RunnersUp.name))
+    names = "|".join(name for name in METHODS if name not in ("top_k", "hash", RunnersUp.name))
     allowed = {
         "moe/recipe/router_spec.py", "moe/recipe/presets.py", "moe/recipe/sections/experts.py", "moe/verify/plain/layer.py",
         "moe/verify/plain/router.py", "moe/convert/huggingface/config.py", "moe/verify/cases.py", "moe/recipe/other_names.py",

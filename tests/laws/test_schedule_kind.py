@@ -31,7 +31,7 @@ from moe.verify.kinds import cases
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream

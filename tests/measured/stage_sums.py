@@ -8,7 +8,7 @@ have half the bytes of fp32 gradients. A cell: bubble of the slowest rank, once 
 
 from __future__ import annotations
 
-from parallel.pipeline.schedules.catalog import make_schedule
+from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.simulator.simulate import costs
 from tests.support.sharded_stages import makespan
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe.records.results import write_json
 from moe.verify.cases import Case
-from moe.verify.types.types import checked
+from moe.verify.types import checked
 from moe.verify.verify import Say
 from tests.mutations.mutation import Mutation, applied
 

@@ -6,7 +6,7 @@ import random
 
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import Action, Op, flushed, one_stage_a_rank
-from parallel.pipeline.schedules.catalog import make_schedule
+from parallel.pipeline.schedules import make_schedule
 from tests.planner.orders import Case, clock, compared, drawn, most_kept, plain_orders
 from tests.planner.zero_bubble_auto import auto
 from tests.support.plain_simulation import plain_simulate

@@ -22,7 +22,7 @@ from parallel.errors import BadInput
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.pipeline.runtime import Recorder
 from parallel.pipeline.schedule import Action, Op, Schedule, Span
-from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
+from parallel.pipeline.schedules import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 

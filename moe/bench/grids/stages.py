@@ -23,7 +23,7 @@ from parallel.numerics.weight_gradient import PendingGradients, gradient_or_late
 from parallel.pipeline.links import Links
 from parallel.pipeline.runtime import Runtime, StageReplicas
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.weights import Versions
 from parallel.process import process
 

@@ -25,7 +25,7 @@ from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.verify.cases import sharding_of
-from parallel.data.kinds.catalog import ENGINES, planned
+from parallel.data.kinds import ENGINES, planned
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh.layout import Layout
 from parallel.process.extensions import use_extensions_dir

@@ -49,8 +49,7 @@ def main(*, steps: int = 1500, seeds: int = 3, only: str = "recipes", json: str 
     rows, curves = _trained(PARTS[only], steps=steps, seeds=seeds, out=out)
 
     from moe.records.results import write_json
-    from moe.report.compare import compare
-    from moe.report.scaling import reached, scaling
+    from moe.report.compare import compare, reached, scaling
 
     baseline = next(iter(curves))
     picture = Path(json).with_suffix(".png") if json else Path(out) / f"{only}.png"

@@ -27,7 +27,7 @@ from moe.nn.context import Context
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.losses import join
-from parallel.data.kinds.catalog import PLAIN
+from parallel.data.kinds import PLAIN
 from parallel.errors import BadInput
 from parallel.numerics.precision import DTYPES
 from parallel.process.fork import run_on_ranks

@@ -1,6 +1,5 @@
-"""Functions that carry out the verbs show, recipes and plan of the command `moe`.
-
-Accepts `hf:DIR` instead of a recipe's name: the model that DIR/config.json describes.
+"""Functions that carry out the verbs show, recipes and plan of the command `moe`. Instead of a recipe's name, verbs accept `hf:DIR`: the
+model that DIR/config.json describes.
 
 moe plan hf:models/qwen --cluster h100-8        reads config.json alone
 moe train hf:models/qwen --data.path texts/     also converts the tensors into RUN/base; the run starts from them

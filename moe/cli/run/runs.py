@@ -1,7 +1,6 @@
-"""Runs `moe verify`, `moe generate`, `moe eval`, `moe report` and `moe convert`: checks their flags, and calls the code behind them.
-
-`moe bench`: runs measurements, which are the modules of moe/bench that have a function `main`. Their names,
-help texts and flags are read from the source files, because importing these would load torch.
+"""Runs `moe verify`, `moe generate`, `moe eval`, `moe report`, `moe convert` and `moe bench`: checks their flags, and calls the code behind
+them. Measurements of `moe bench` are the modules of moe/bench that have a function `main`. Their names, help texts and flags are read from
+the source files, because importing these would load torch.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
     if types:
         of_types = ("nproc", "json", "kinds", "only", "recipe", "timeout_s")
         _refuse_others(flags, "types", *of_types, "debug_collectives")
-        return call("moe.verify.types.types", **{name: given[name] for name in of_types})
+        return call("moe.verify.types", **{name: given[name] for name in of_types})
     if draws is None:
         refuse({"seed": seed}, got="without --draws", needed="--draws: only random recipes have a seed")
         return call("moe.verify.verify", **given)

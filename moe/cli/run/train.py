@@ -211,4 +211,4 @@ def rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
     except BadInput as bad:
         raise BadInput(bad.what, got=bad.got, needed=bad.needed, fix=str(bad.fix).replace("--nproc", "--world")) from None
     given: dict[str, Any] = {name: value for name in ("rank", "device") if (value := getattr(flags, name)) is not None}
-    return call("moe.rehearse.rehearse", run, recipe=flags.recipe, world=flags.world, json=flags.json, **given)
+    return call("moe.rehearse", run, recipe=flags.recipe, world=flags.world, json=flags.json, **given)

@@ -1,4 +1,5 @@
-"""The interface of dispatchers, which send tokens to the ranks that hold their experts. Each has a file of its own; catalog.py lists them.
+"""The interface of dispatchers, which send tokens to the ranks that hold their experts, and the placement of experts on ranks. Each
+dispatcher has a file of its own.
 
     dispatcher   made from the recipe's settings                     checks the settings; tells the planner what it sends
     exchange     dispatcher.open(mesh, sizes), once for a model      makes buffers, process groups and streams
@@ -6,10 +7,10 @@
 
 A row is a copy of a token for one of its experts.
 
-All dispatchers give the same results (GShard, arXiv 2006.16668). A new dispatcher is a file here, a line in catalog.py, and its name and
+All dispatchers give the same results (GShard, arXiv 2006.16668). A new dispatcher is a file here, a line in __init__.py, and its name and
 keys in moe/recipe/sections. Recipes are checked before torch is loaded, so these files import torch inside functions.
 
-Placement of experts on ranks. A layer has places 0, 1, ..., each for one expert; each rank has an equal chunk of consecutive places.
+A layer has places 0, 1, ..., each for one expert; each rank has an equal chunk of consecutive places.
 
     load_E   9 8 1 1 1 1 1 2       experts in order:  ranks compute  | 9 8 1 1 | 1 1 1 2 |      the first rank is slow
                                    balanced:                         | 9 1 1 1 | 8 1 1 2 |

@@ -1,8 +1,7 @@
-"""Launches the kernels of moves.py for top_k, kept, queues, plan and by_bin. Counts and positions are integers, so results are exact.
+"""Launches the kernels of moves.py. For top_k, kept, queues, plan and by_bin, counts and positions are integers, so results are exact.
 
-Copies tokens to rows sorted by expert, and sums rows into tokens, as Triton kernels: each byte is read and written once, sums are fp32.
-
-Each function computes the same as the one with its name in moe/kernels/rows.py.
+Tokens are copied to rows sorted by expert, and rows are summed into tokens: each byte is read and written once, and sums are fp32. Each of
+these functions computes the same as the one with its name in moe/kernels/rows.py.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Lists all plans for training a network on a given number of ranks. A plan has degrees of parallelism, a data-parallel engine, a pipeline
-schedule, a kind of tensor parallelism and of sequence parallelism, and a micro-batch size.
+"""Lists all plans for training a network on a given number of ranks, and finds the degrees that can have the fastest. A plan has degrees of
+parallelism, a data-parallel engine, a pipeline schedule, a kind of tensor parallelism and of sequence parallelism, and a micro-batch size.
 
     ranks = pp x tp x sp x dp;  ep x etp divides dp x sp x tp;  global batch = dp x micro-batch x micro-batches
 
 A Space lists the values that are tried for each setting. legal.py then refuses the plans that cannot run.
 
-Finds the sets of degrees (pp, tp, sp, dp, ep) that can have the fastest plan: the first of two search rounds (planned.py).
-
-Like the ranking (choose.py), the search is a best-first branch and bound. Each plan has a lower bound of its step time. The plan with the
-smallest bound takes its next step:
+`fastest_degrees` finds sets of degrees (pp, tp, sp, dp, ep): the first of two search rounds (planned.py). Like the ranking (choose.py),
+it is a best-first branch and bound. Each plan has a lower bound of its step time. The plan with the smallest bound takes its next step:
 
     ideal time, without bubbles -> bound of the fastest schedule -> fits? -> bound with its recompute -> tighter bound -> add its set
 
@@ -34,7 +32,7 @@ from moe.plan.choose.legal import advice, refusal
 from moe.plan.job.cut import layer_lists
 from moe.plan.job.network import Network, Plan, Recomputed
 from moe.plan.time.pipeline_time import How
-from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds import ENGINES, PLAIN
 from parallel.mesh.grids import grid
 from parallel.mesh.mesh import divisors
 from parallel.sequence.kinds import DEFAULT, SEQUENCES

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from moe.plan.job.cut import empty_rank
 from moe.plan.job.network import Network, Plan
 from moe.plan.time.pipeline_time import homes_of
-from parallel.data.kinds.catalog import offloading
+from parallel.data.kinds import offloading
 from parallel.errors import counted
 from parallel.mesh.grids import GRIDS, grid
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
 
 # name of a schedule's parameter in its errors -> key of the recipe

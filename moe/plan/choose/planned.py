@@ -30,10 +30,10 @@ from moe.plan.memory.memory import Memory, peak
 from moe.plan.time.cost import Time, ideal_seconds, step_time
 from moe.plan.time.pipeline_time import How
 from moe.recipe.sections import Run
-from parallel.data.kinds.catalog import ENGINES, offloading
+from parallel.data.kinds import ENGINES, offloading
 from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Words, any_of, typed
-from parallel.pipeline.schedules.catalog import closed_form
+from parallel.pipeline.schedules import closed_form
 
 NUM_DEGREES = 16  # least number of sets of degrees (pp, tp, sp, dp, ep) that round 2 tries
 _GIB = 2**30

@@ -31,7 +31,7 @@ from moe.plan.memory.memory import CONTEXT_BYTES, RESERVED, Memory, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU, Stack
 from moe.plan.time.cost import Time, step_time
 from moe.recipe.sections import Run
-from parallel.data.kinds.catalog import ENGINES, offloading
+from parallel.data.kinds import ENGINES, offloading
 from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput
 from parallel.fixes import Fix, typed

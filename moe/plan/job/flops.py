@@ -19,7 +19,7 @@ from math import inf
 from moe.plan.job.network import Latent, attention_shapes
 from moe.recipe import sections
 from moe.recipe.shapes import GATED, T5_BUCKETS
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 
 
 @dataclass(frozen=True)

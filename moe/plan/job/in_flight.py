@@ -16,7 +16,7 @@ from operator import ge, le
 
 from moe.plan.job.network import repeats
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import kind_of, make_schedule
+from parallel.pipeline.schedules import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.simulator.held import InFlight, RankPeaks, rank_peaks
 

@@ -20,7 +20,7 @@ from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 from moe.recipe.frozen import PARTS
 from moe.recipe.shapes import DECODING
-from parallel.data.kinds.catalog import ENGINES, PLAIN
+from parallel.data.kinds import ENGINES, PLAIN
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid
 from parallel.mesh.traffic import distinct

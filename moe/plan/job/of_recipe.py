@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from moe.experts.dispatch.catalog import dispatcher_of
+from moe.experts.dispatch import dispatcher_of
 from moe.kernels import UNFUSED
 from moe.kernels.products import PRODUCTS
 from moe.plan.job.counts import held
@@ -42,8 +42,8 @@ from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
 from moe.recipe.shapes import BLOCK_BYTES, GATED, T5_BUCKETS
 from moe.router.checks import fuses, group_size
-from moe.router.methods.catalog import method_of
-from parallel.pipeline.schedules.catalog import SCHEDULES, placed
+from moe.router.methods import method_of
+from parallel.pipeline.schedules import SCHEDULES, placed
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
 
 

@@ -31,7 +31,7 @@ from moe.plan.memory.stack import OURS, Stack
 from moe.plan.memory.stages import differs_by_moment
 from moe.plan.memory.temporary import Unit, at_any_moment, gathered
 from parallel.data.kinds.kind import At
-from parallel.pipeline.schedules.catalog import placed
+from parallel.pipeline.schedules import placed
 
 RESERVED = 1.10  # bytes that the allocator reserves, as a multiple of the allocated bytes
 CONTEXT_BYTES = 1.5e9  # of CUDA's context

@@ -23,7 +23,7 @@ from moe.plan.operators import gspmd, mesh_tensorflow
 from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Program
 from parallel.annotations.resharding import Axes, Sharding, Sizes, num_parts
-from parallel.data.kinds.catalog import CUT, PLAIN
+from parallel.data.kinds import CUT, PLAIN
 from parallel.errors import BadInput
 
 BY_TENSOR = ("heads", "hidden", "vocab")  # dims that 1D tensor parallelism cuts

@@ -1,4 +1,5 @@
-"""Predicts the seconds of one training step of a plan on a cluster, by purpose. Needs no device.
+"""Predicts the seconds of one training step of a plan on a cluster, by purpose, and the range in which the measured seconds may lie. Needs
+no device.
 
     step_time(network, plan, cluster)
         stage i, one micro-batch    t_i = forward + backward + recompute, from the times of device and host (stage_time.py)
@@ -9,11 +10,8 @@
 The closed form of 1F1B is exact if all stages are equally slow, or if the last is the slowest; otherwise it overestimates. Sources:
 Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7 for bytes, GShard (2006.16668) for experts.
 
-Tells how far a measured step time may be from its prediction: ranges of measured / predicted seconds for groups of published runs
-(ranges.yaml).
-
-Each range was tested on published tables that were left out when it was computed. `python -m tests.planner ranges` writes the file, and
-tests/planner/ranges.py describes how.
+`range_of` reads ranges.yaml: ranges of measured / predicted seconds for groups of published runs. Each range was tested on published
+tables that were left out when it was computed. `python -m tests.planner ranges` writes the file; tests/planner/ranges.py describes how.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from moe.plan.machine.program import Program
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, gather, group_of
 from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
 from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
-from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
+from parallel.pipeline.schedules import closed_form, kind_of, placed
 from parallel.store import files
 from parallel.store.files import read_text
 

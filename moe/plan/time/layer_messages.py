@@ -9,7 +9,7 @@
 
 n: tokens of a rank. D: width. Pass and Passes hold the seconds of a part of a layer, and can be added. layer_time.py returns Passes.
 
-Bytes that each rank sends for a dense Transformer layer with 2D, 2.5D and 3D tensor parallelism.
+With 2D, 2.5D and 3D tensor parallelism, each rank sends for a dense layer
 
     N tokens, D width, A channels of all query heads, K of all key heads (and of all value heads), F hidden units; grid of side q, depth d
     matrix products (inputs I -> outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from moe.plan.job.in_flight import made, possible, steady
 from moe.plan.job.network import Plan
 from parallel.pipeline.schedule import COMPUTE, Action, Op, folded, stage_complete_at
-from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
+from parallel.pipeline.schedules import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 

@@ -24,7 +24,7 @@ from moe.plan.time.layer_messages import Pass, Passes, tokens_of
 from moe.plan.time.layer_time import Layer, head_time, join_time, layer_time, of_layer
 from moe.plan.time.pipeline_time import homes_at
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule, placed
+from parallel.pipeline.schedules import SCHEDULES, make_schedule, placed
 from parallel.pipeline.schedules.kind import Placed
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
 

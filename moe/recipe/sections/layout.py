@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from moe.recipe.section import Section, key
-from parallel.data.kinds.catalog import ENGINES, Named, engine_named
+from parallel.data.kinds import ENGINES, Named, engine_named
 from parallel.data.kinds.kind import EngineKind
 from parallel.sequence import kinds as sequences
 from parallel.sequence.kinds import SequenceKind

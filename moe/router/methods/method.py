@@ -1,10 +1,10 @@
-"""How a router selects experts: one object for each method, in a file of its own; catalog.py lists them.
+"""How a router selects experts: one object for each method, in a file of its own; `METHODS` lists them.
 
     router      logits, noise, scores, bias                 -> RoutingRequest
     method      choose(RoutingRequest)                      -> Chosen: the experts of each token
     router      slots, drops, then gates from the scores    -> Routing          (a method may compute the gates itself)
 
-A new method is a file here, a line in catalog.py, and its name and keys in moe/recipe/router_spec.py. Recipes are checked before torch is
+A new method is a file here, a line in __init__.py, and its name and keys in moe/recipe/router_spec.py. Recipes are checked before torch is
 loaded, so these files import it inside functions.
 """
 

@@ -22,7 +22,7 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set, Words
 from parallel.mesh.collectives import largest
 from parallel.numerics.clip import GradientNorm
-from parallel.pipeline.schedules.catalog import ADVISED
+from parallel.pipeline.schedules import ADVISED
 from parallel.store.checkpoint import numbered
 from parallel.store.stored import finite
 from parallel.watch import watchdog

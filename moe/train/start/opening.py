@@ -126,7 +126,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         for folder in (out / "checkpoints", out / KEPT):
             set_aside(folder, world)
     training = Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh))
-    restored = _restore(run, arguments, mesh, training, data, start)
+    restored = _restore(run, mesh, training, data, start)
     # move checkpoints of later steps away: damaged ones that were passed over, or all after --from_step. They would count for train.keep,
     # the number of checkpoints to keep
     aside = None if start.found is None or done else set_aside(out / "checkpoints", world, after=step_of(start.found.path.name))
@@ -199,7 +199,7 @@ def read_data(
     return data
 
 
-def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, data: Dataset, start: Start) -> list[str]:
+def _restore(run: Run, mesh: Mesh, training: Training, data: Dataset, start: Start) -> list[str]:
     """Load the model from `start`, and a resumed run's training state. Return lines for the user, such as changed keys. Collective."""
     lines: list[str] = []
     whole = whole_layouts(run) if run.degrees.pp > 1 or run.lora.in_blocks else None

@@ -1,4 +1,5 @@
-"""Predicts memory and time before a run starts, and refuses a run that cannot fit. Measures both during the run, for its summary.
+"""Predicts memory and time before a run starts, and refuses a run that cannot fit. Measures both during the run, for its summary. Says in
+one line what did not fit if a run is out of memory nevertheless.
 
 On a GPU, memory is torch's allocations. On a CPU, torch counts no allocations, so memory is the process's peak resident memory. Memory
 other than tensors is then added to the prediction. If the prediction raises an error, the run prints it in one line and starts anyway.
@@ -6,12 +7,10 @@ other than tensors is then added to the prediction. If the prediction raises an 
 Model states are counted from the engine's live tensors, each storage once. `parameters`: the weights that the model reads. `gradients`:
 between backward pass and update. `optimizer`: the optimizer's states, and the master weights if the model reads other copies.
 
-Turns an out-of-memory error into one line that says what did not fit and which key to set.
-
     with during("the optimizer's step"): ...      adds this name to an exception that the `with` block raises
     did_not_fit(error, run, ...)                  returns the line, or None if the error is not about memory
 
-The line advises the first measure that the recipe does not use yet, in the order of ZeRO-Infinity (arXiv 2104.07857, section 3): less
+That line advises the first measure that the recipe does not use yet, in the order of ZeRO-Infinity (arXiv 2104.07857, section 3): less
 memory for activations (recompute, smaller micro-batches, sequence parallelism), then for model states (shard, offload to host memory, then
 to a disk), then tiling of the largest layer.
 """

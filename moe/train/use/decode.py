@@ -24,7 +24,7 @@ from moe.nn.cache import KeyValueCache
 from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
 from moe.nn.routing_record import RoutingRecord
-from moe.router.methods.catalog import method_of
+from moe.router.methods import method_of
 from parallel.errors import BadInput
 
 # B texts, S tokens of a context, V vocabulary

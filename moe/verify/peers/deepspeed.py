@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe.verify.pair import VOCABULARY, Pair, adamw, batch, loss_of, train
+from moe.verify.peer import VOCABULARY, Pair, adamw, batch, loss_of, train
 from moe.verify.yours.recorder import record
 from parallel.data.deepspeed import load_deepspeed, start_deepspeed
 

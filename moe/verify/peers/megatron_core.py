@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.verify.pair import VOCABULARY, Pair, adamw, batch, subsets, write_weights
+from moe.verify.peer import VOCABULARY, Pair, adamw, batch, subsets, write_weights
 from moe.verify.yours.recorder import record
 
 PACKAGES = {"megatron.core": "megatron-core"}  # module -> package that pip installs

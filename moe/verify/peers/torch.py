@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.verify.pair import VOCABULARY, Pair, adamw, batch, loss_of, train
+from moe.verify.peer import VOCABULARY, Pair, adamw, batch, loss_of, train
 from moe.verify.yours.recorder import record
 
 PACKAGES = {"torch": "torch"}

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe.verify.pair import VOCABULARY, Pair, adamw, batch, subsets, write_weights
+from moe.verify.peer import VOCABULARY, Pair, adamw, batch, subsets, write_weights
 from moe.verify.yours.recorder import record
 
 PACKAGES = {"torchtitan": "torchtitan", "spmd_types": "spmd_types==0.2.3"}

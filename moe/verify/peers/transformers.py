@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe.verify.pair import VOCABULARY, Pair, batch, subsets, train
+from moe.verify.peer import VOCABULARY, Pair, batch, subsets, train
 
 PACKAGES = {"transformers": "moe-parallel[hf]"}
 MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")

@@ -1,10 +1,10 @@
-"""Computes routing for `moe verify`'s second implementation, the plain twin: scores, chosen experts, slots and gates, as plain loops.
+"""Computes routing for `moe verify`'s second implementation, the plain twin: scores, chosen experts, slots and gates, as plain loops,
+and the twin's random numbers.
 
 Arguments of several functions: name: the MoE layer, such as layers.3. spec: the recipe's section `router`. scores, logits: [T, E]. liked:
 scores or logits [T, E] by which experts are chosen, with noise and selection bias.
 
-Draws the random numbers of the plain twin (the reference model of `moe verify`) by the hash of parallel/numerics/random.py, here
-reimplemented with 64-bit integers.
+Random numbers are drawn by the hash of parallel/numerics/random.py, here reimplemented with 64-bit integers.
 
 h(x) = two rounds of xor-shift and multiply, 32 bits     number = 0.5 + signed h(h(token * 0x9E3779B9 + key) + column * 668265263) / 2^32
 """

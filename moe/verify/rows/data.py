@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from moe.verify.cases import BATCH, HALVES, MODELS, Case
-from moe.verify.models.telling import TELLING
 from moe.verify.rows.pipeline import LAYERS
-from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
+from moe.verify.telling import TELLING
+from parallel.data.kinds import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
 
 WORLDS = divisors(BATCH)  # numbers of ranks that divide the batch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import cycle
 from math import gcd
 
-from moe.experts.dispatch.catalog import rows_for
-from moe.router.methods.catalog import METHODS
+from moe.experts.dispatch import rows_for
+from moe.router.methods import METHODS
 from moe.verify.cases import BATCH, EXPERTS, MODELS, OPTIONS, ROUTERS, Case
 from parallel.mesh.mesh import divisors
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moe.verify.cases import BATCH, Case
 from parallel.mesh.mesh import divisors
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
 LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> number of layers for (1, 2) stages on each rank; stages get unequal numbers of layers

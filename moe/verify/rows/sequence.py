@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe.verify.cases import BATCH, EXPERTS, LENGTH, MODELS, OPTIONS, PACKED, ROUTERS, SLICED, Case, attentions
-from moe.verify.models.telling import TELLING
 from moe.verify.rows.pipeline import LAYERS
-from parallel.data.kinds.catalog import planned
+from moe.verify.telling import TELLING
+from parallel.data.kinds import planned
 from parallel.mesh.mesh import divisors
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.sequence.kinds import SEQUENCES
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moe.router.methods.catalog import METHODS
+from moe.router.methods import METHODS
 from moe.verify.cases import EXPERTS, PACKED, ROUTERS, SLICED, Case
 from moe.verify.rows.pipeline import staged
-from parallel.data.kinds.catalog import planned
+from parallel.data.kinds import planned
 from parallel.mesh.grids import SMALLEST
 
 SOURCE = 31  # encoder tokens in cases on grids: span corruption then gives the decoder 8 tokens, one for each rank of the largest grid

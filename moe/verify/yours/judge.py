@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from moe.verify.yours.align import Part, Samples, Seen, common, joined, multiple, parts, renamed, samples, shifted
-from moe.verify.yours.rows import by_rows, numbered
-from moe.verify.yours.sums import by_columns, of_calls, sums
+from moe.verify.yours.rows import by_columns, by_rows, numbered, of_calls, sums
 from moe.verify.yours.values import MASTER, Deviation, Key, Piece, Recorded, Recording, roundoff
 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")

@@ -14,11 +14,10 @@ These values are recorded, in the order in which they occur: weights and buffers
 module; gradients of outputs; each parameter's gradient after backward on this rank ("local gradient"), and at the beginning of
 optimizer.step or torch.nn.utils.clip_grad_norm_ ("gradient"); the norm that clip_grad_norm_ computes; weights after the step.
 
-Runs a step with its sums in other orders, to measure the effect of rounding.
-
-A parallel layout computes the same sums as one process, but in another order. Under `Reordered`, each matrix product adds its terms in a
-random order and as several partial sums. The results of other sums (softmax, norms, losses, attention, their gradients) are changed at
-random by up to one unit roundoff of their dtype. Elementwise operations are not changed. (Monte Carlo arithmetic: Parker 1997.)
+Rounding is measured because a parallel layout computes the same sums as one process, but in another order. Under `Reordered`, each matrix
+product adds its terms in a random order and as several partial sums. The results of other sums (softmax, norms, losses, attention, their
+gradients) are changed at random by up to one unit roundoff of their dtype. Elementwise operations are not changed. (Monte Carlo arithmetic:
+Parker 1997.)
 """
 
 from __future__ import annotations

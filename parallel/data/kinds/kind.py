@@ -1,5 +1,5 @@
 """Facts about data-parallel engines for checks, planner, trainer, rehearsal and verify: one EngineKind for each engine, listed in
-catalog.py. An EngineKind's functions import the engine's file when they are called, so that checks and planner need no torch."""
+__init__.py. An EngineKind's functions import the engine's file when they are called, so that checks and planner need no torch."""
 
 from __future__ import annotations
 

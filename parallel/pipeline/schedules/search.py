@@ -21,8 +21,8 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule, flushed, folded, looped, one_stage_a_rank
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.alternating import Alternating
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, makespan
 

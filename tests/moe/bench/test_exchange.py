@@ -12,7 +12,7 @@ import pytest
 from moe.bench.layers import exchange
 from moe.bench.layers.exchange import load_of, measure, skewed
 from moe.bench.layers.layers import Shape
-from moe.experts.dispatch.catalog import dispatcher_of, examples
+from moe.experts.dispatch import dispatcher_of, examples
 from moe.recipe import sections
 from parallel.errors import BadInput
 from tests.support.ranks import run_on_ranks

@@ -13,7 +13,7 @@ from moe.bench.grids.pipeline import WITHIN, times_rows
 from moe.model.transformer import Transformer
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_kept
 from tests.counted.alive import Alive
 from tests.counted.pipeline import memory_rows

@@ -19,7 +19,7 @@ from moe.plan.memory.stack import OURS
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.load import load
 from parallel.errors import BadInput
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.simulator import draw
 
 

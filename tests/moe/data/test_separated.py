@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe.checks.together import check_together
-from moe.data import formats, open_data, separated
+from moe.data import formats, open_data
 from moe.data.formats import TextKey
 from moe.recipe.load import load
 from moe.recipe.sections import Data
@@ -40,7 +40,7 @@ def test_rows_are_the_documents_that_json_lines_are(name: str, separator: str, t
     packed = tmp_path / f"{name}.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert tokens(read(packed)) == tokens(found)
-    assert list(separated.texts(path, TextKey("note"), "utf-8")) == ["-"] * len(HARD)
+    assert list(formats.texts(path, TextKey("note"), "utf-8")) == ["-"] * len(HARD)
 
 
 @pytest.mark.parametrize("encoding", ["windows-1252", "utf-16", "UTF8"])

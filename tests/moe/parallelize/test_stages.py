@@ -26,7 +26,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Mesh
 from parallel.pipeline.order_file import write_order
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 
 SIZES = {"num_layers": 8, "d_model": 16, "num_heads": 2, "d_ff": 20, "max_length": 8, "moe_every": 2}
 

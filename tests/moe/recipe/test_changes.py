@@ -99,7 +99,7 @@ TRAINING: dict[str, Any] = {
     "router.noise": "gumbel",
     "router.second": "random",
     "router.capacity_factor": 0.5,
-    "router.balance_loss": "moe.verify.parts:squared",
+    "router.balance_loss": "moe.verify.telling:squared",
     "router.balance_weight": 0.5,
     "router.balance_counts": "first",
     "router.balance_scope": "global_batch",

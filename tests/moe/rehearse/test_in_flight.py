@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe.experts.dispatch.catalog import open_exchange
+from moe.experts.dispatch import open_exchange
 from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from moe.cli.main import main
-from moe.rehearse.rehearse import walk
+from moe.rehearse import walk
 from moe.verify.cases import Case
 from parallel.mesh.collectives import ring_round, sum_over
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.pipeline.links import Links
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.process import process
 from parallel.process.process import World
 from parallel.rehearse.order import Call, difference

@@ -16,7 +16,7 @@ import torch
 
 from moe.checks.together import check_run
 from moe.cli.main import main
-from moe.experts.dispatch.catalog import examples
+from moe.experts.dispatch import examples
 from moe.nn import attention
 from moe.nn.rotary import Turns
 from moe.plan.job.of_recipe import network_of, plan_of
@@ -24,13 +24,13 @@ from moe.plan.memory.memory import memory
 from moe.plan.memory.stack import OURS
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.rehearse.rehearse import Walked, carried, open_job, take_step, walk
+from moe.rehearse import Walked, carried, open_job, take_step, walk
 from moe.router.router import balanced_logits
 from moe.verify.cases import FORMS, SLICED, Case, attentions
 from moe.verify.rows.pipeline import LAYERS
 from parallel.errors import BadInput
 from parallel.mesh.grids import SMALLEST
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules import SCHEDULES
 from parallel.process.process import World
 from parallel.rehearse.pretended import RehearsalError
 from tests.counted.alive import Alive

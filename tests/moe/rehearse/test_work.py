@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from moe.checks.together import check_run
 from moe.data import Dataset
 from moe.data.token_shard import TokenShard
-from moe.experts.dispatch.catalog import open_exchange
+from moe.experts.dispatch import open_exchange
 from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
@@ -36,7 +36,7 @@ from moe.plan.time.layer_time import _experts
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.rehearse.rehearse import Walked, open_job, walk
+from moe.rehearse import Walked, open_job, walk
 from moe.train.start.job import Job
 from moe.verify.cases import Case
 from parallel.mesh.host import on_device, read_later
@@ -199,7 +199,7 @@ def test_a_step_waits_twice_and_a_layer_at_most_once(
     dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], padded: bool, waits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if padded:
-        monkeypatch.setattr("moe.rehearse.rehearse.open_job", half_padded)
+        monkeypatch.setattr("moe.rehearse.open_job", half_padded)
     found: Counter[tuple[str, str]] = Counter()
     for (module, passing), work in walked(dispatch, factor, degrees, 1 + padded).work.items():
         assert work.kernels > 0

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from moe.records.summary import dropped_shares, summary_rows
 from moe.report import compare, main, page, write_report
-from moe.report.compare import evaluations
+from moe.report.compare import evaluations, reached, scaling
 from moe.report.history import History, smoothed, windows
 from moe.report.plots import PLOTS
-from moe.report.scaling import reached, scaling
 from moe.report.style import WIDE, styled
 from parallel.errors import BadInput
 from tests.support.fabricate import RECIPE, eval_line, run_folder, run_lines, step_line, summary
@@ -406,11 +405,11 @@ def test_the_step_of_equal_loss_is_interpolated_on_the_mean_over_seeds() -> None
 
 
 def test_the_gain_of_more_experts_is_drawn(tmp_path: Path) -> None:
-    from moe.report.scaling import _figure
+    from moe.report.compare import _gain_figure
 
     runs = {4: [falling(3, 2.5, 1), falling(4, 2.5, 2)], 1: [falling(4, 3, 2), falling(6, 4, 3)], 2: [falling(9, 8, 7)]}
     assert scaling(runs, tmp_path / "new" / "gain.png").read_bytes().startswith(b"\x89PNG")
     with styled():
-        above, below = _figure({n: evaluations(str(n), lines) for n, lines in sorted(runs.items())}).axes
+        above, below = _gain_figure({n: evaluations(str(n), lines) for n, lines in sorted(runs.items())}).axes
     np.testing.assert_allclose(np.asarray(above.lines[0].get_xydata()), [[1, 2.5], [2, 7], [4, 1.5]])
     np.testing.assert_allclose(np.asarray(below.lines[0].get_ydata()), [1, np.nan, 300 / 200])

@@ -50,7 +50,7 @@ OTHER: dict[str, Any] = {
     "capacity_multiple": 3,
     "drop": "lowest_gate",
     "queue": "tokens_first",
-    "balance_loss": "moe.verify.parts:squared",
+    "balance_loss": "moe.verify.telling:squared",
     "balance_weight": 0.5,
     "balance_counts": "first",
     "balance_scope": "micro_batch",

@@ -11,7 +11,7 @@ from moe.recipe.keys import choices, facts, flat, known_keys
 from moe.recipe.plugin import is_plugin
 from moe.recipe.sections import Run
 from moe.verify.kinds import cases
-from moe.verify.models.telling import TELLING
+from moe.verify.telling import TELLING
 
 SPECIAL = (None, 0, 1, 0.5)  # values that hide a factor that is ignored, squared or inverted
 KINDS_HERE = ("data", "expert", "tensor", "sequence", "pipeline")

@@ -14,9 +14,8 @@ import torch
 from moe.recipe.router_spec import RouterSpec
 from moe.verify.cases import Case
 from moe.verify.twin import first_values
-from moe.verify.types.laws import check, laws
-from moe.verify.types.tokens import of_tokens
-from moe.verify.types.types import checked
+from moe.verify.types import checked
+from moe.verify.types.laws import check, laws, of_tokens
 from tests.mutations.every import MUTATIONS
 from tests.mutations.mutation import Mutation, applied
 

@@ -17,7 +17,7 @@ from moe.verify.rows.pipeline import staged
 from parallel.data import fsdp
 from parallel.data.deepspeed import load_deepspeed
 from parallel.pipeline.schedule import Action, Op, Span, Watcher, flushed
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from tests.support.plain_simulation import any_order
 from tests.support.ranks import each_case
 from tests.support.sharded_stages import Call, calls_of, stuck

@@ -32,7 +32,7 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import LossScale
 from parallel.pipeline.schedule import Action, Op, Span, Watcher
-from parallel.pipeline.schedules import catalog
+from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.process import process
 from parallel.process.process import World
@@ -535,7 +535,7 @@ SECONDS = {"curvature": 0.15, "sum": 0.1, "inversion": 0.4}
 
 def packed(name: str, *, without: str = "") -> Packing:
     """Pack K-FAC's work into a schedule's bubbles. without: a kind of work; needs of this kind are removed from all other work."""
-    schedule = catalog.make_schedule(name, ranks=4, microbatches=4)
+    schedule = make_schedule(name, ranks=4, microbatches=4)
     timeline = simulate(schedule, costs(1, 2, summation=0.5))
     made = works(schedule, FACTORS, SECONDS)
     kept = [w._replace(needs=tuple(need for need in w.needs if not need.startswith(f"{without} "))) if without else w for w in made]

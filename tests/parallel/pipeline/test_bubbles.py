@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parallel.kfac.fisher import BubbleWork, bubbles, pack
 from parallel.pipeline.schedule import Action, Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from tests.support.kfac_work import Packing, packing_of
 from tests.support.kfac_work import works as kfac_works

@@ -20,7 +20,7 @@ from parallel.pipeline.check import check
 from parallel.pipeline.links import Links
 from parallel.pipeline.runtime import Recorder, Runtime, StageReplicas, forwards
 from parallel.pipeline.schedule import Action, Op, Schedule, Span, Watcher
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
 from parallel.process import process
 from parallel.process.process import World

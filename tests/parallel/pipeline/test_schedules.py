@@ -20,7 +20,7 @@ from parallel.pipeline.check import action_graph, check
 from parallel.pipeline.links import Traffic
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.simulator.held import peak_activations, weight_versions

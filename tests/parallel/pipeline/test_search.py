@@ -11,9 +11,9 @@ from parallel.errors import BadInput
 from parallel.pipeline.check import check
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Op, Schedule, flushed, one_stage_a_rank
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules import search as search_file
 from parallel.pipeline.schedules.alternating import Alternating
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.search import search
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import costs, simulate

@@ -16,7 +16,7 @@ from moe.train.parts.executor import Pipelined
 from moe.verify.cases import Case
 from parallel.data import buckets
 from parallel.pipeline.schedule import Action, Op, Span, Watcher, stage_complete_at
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import Timeline, costs, simulate
 from tests.support.plain_simulation import exposed
 from tests.support.ranks import run_on_ranks

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.experts.dispatch import open_exchange
 from moe.experts.dispatch.all_gather import Gathered
-from moe.experts.dispatch.catalog import open_exchange
 from moe.experts.dispatch.dispatcher import Exchange, Local, Sizes
 from moe.experts.dispatch.hierarchical import OncePerNode
 from moe.experts.dispatch.network import Dropout

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.experts.dispatch.catalog import dispatcher_of, open_exchange
+from moe.experts.dispatch import dispatcher_of, open_exchange
 from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.experts import Experts
 from moe.kernels import choose, cpu

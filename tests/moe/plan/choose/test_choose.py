@@ -27,7 +27,7 @@ from moe.plan.time import cost, layer_time, stage_time
 from moe.plan.time import pipeline_time as pipeline_time_module
 from moe.plan.time.cost import ideal_seconds, step_time
 from moe.plan.time.pipeline_time import How, pipeline_time
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import costs, makespan, simulate
 
 CLUSTER = load_cluster("a100-80-8")

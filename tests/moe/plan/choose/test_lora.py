@@ -27,7 +27,7 @@ from moe.plan.time.stage_time import own_program
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.prediction import refusal
-from moe.rehearse.rehearse import walk
+from moe.rehearse import walk
 from parallel.mesh.mesh import Mesh
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World

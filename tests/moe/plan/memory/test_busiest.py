@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe.checks.together import check_run
-from moe.experts.dispatch.catalog import dispatcher_of
+from moe.experts.dispatch import dispatcher_of
 from moe.plan.choose.predicted import Place, predict
 from moe.plan.job.network import LARGEST_EP, Experts, Network, Plan
 from moe.plan.job.of_recipe import network_of

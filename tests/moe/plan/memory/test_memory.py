@@ -17,7 +17,7 @@ from moe.plan.memory.stack import OURS, OURS_ON_CPU
 from parallel.data import buckets
 from parallel.mesh import gradients
 from parallel.pipeline.schedule import Action, Op
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.simulator.held import peak_held, peak_kept, weight_versions
 from tests.planner.software import MEGATRON, MEGATRON_2022

@@ -24,7 +24,7 @@ from moe.plan.time.pipeline_time import pipeline_time
 from moe.plan.time.stage_time import rank_layers, stage_times, transfer_time
 from moe.recipe.sections import Dispatch
 from parallel.mesh.traffic import Load
-from parallel.pipeline.schedules.catalog import make_schedule
+from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from tests.planner.software import PROGRAMS
 

@@ -24,7 +24,7 @@ from parallel.pipeline.energy.energy import EnergyPlan, plan_clocks
 from parallel.pipeline.energy.nvml import ClockSetter, Gpus, NoControl, connect
 from parallel.pipeline.energy.plan_file import read_plan, write_plan
 from parallel.pipeline.schedule import Action, Op, Schedule
-from parallel.pipeline.schedules.catalog import make_schedule
+from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from tests.support import trained
 from tests.support.fake_nvml import FakeNvml

@@ -27,7 +27,7 @@ from moe.plan.time.layer_time import layer_time
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.recipe.shapes import DECODING
-from moe.rehearse.rehearse import walk
+from moe.rehearse import walk
 from moe.train.start.restore import restore, whole
 from parallel.errors import BadInput
 from parallel.mesh.layout import Box

@@ -14,7 +14,7 @@ from parallel.pipeline.energy.clocks import Clock, PowerModel, Profile
 from parallel.pipeline.energy.energy import ClockedGraph, EnergyPlan, Graph, envelope, envpipe, extra_warmup, plan_clocks
 from parallel.pipeline.energy.plan_file import write_plan
 from parallel.pipeline.schedule import Action, Node, Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.held import peak_activations
 from parallel.pipeline.simulator.simulate import costs, simulate

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from parallel.errors import BadInput
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import Action, Message, Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_kept
 from parallel.pipeline.simulator.simulate import Timeline, costs, makespan, period, simulate

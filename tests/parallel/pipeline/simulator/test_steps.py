@@ -9,7 +9,7 @@ import pytest
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Message, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
 from parallel.pipeline.simulator.simulate import drained_period, makespan, period, simulate
 from tests.support.plain_simulation import ordered_nodes, plain_order, plain_simulate

@@ -14,7 +14,7 @@ import pytest
 from moe.cli import main as cli
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.draw import draw, text, trace, write_trace
 from parallel.pipeline.simulator.simulate import costs, simulate
 

@@ -1,1 +1,0 @@
-"""Defines further models of `moe verify`."""
