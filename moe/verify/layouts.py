@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe.checks.together import check_run
-from moe.model.initialize import global_name
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import check_given, optimizer_of
@@ -32,19 +32,16 @@ from moe.train.start.state import extra_owned
 from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.in_parts import in_blocks, in_parts, in_slices
 from moe.verify.plain.batches import batch
-from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
+from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, owned, parts_of, plain
 from moe.verify.twin import STEPS, Result, ages, spread, version_read
 from parallel.data.engine import Engine
 from parallel.data.kinds import ENGINES, PLAIN
-from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.clip import GradientNorm
 from parallel.numerics.precision import LossScale
 from parallel.optim.given import Given
-from parallel.optim.sgd import MOMENTUM
 from parallel.process import process
 from parallel.process.fork import each_on_ranks
-from parallel.store.checkpoint import pieces
 
 _CPU = torch.device("cpu")
 Ran = tuple[Result, Tape | None] | str  # outcome of a case: (result, record of its first steps or None), or the text of its ranks' errors
@@ -90,7 +87,10 @@ def compute(
     mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=device, spread=spread)
     if tape is not None:
-        tape.first = _parts(((name, model.get_parameter(name)) for name in layouts), layouts, mesh)
+        shards = ((name, model.get_parameter(name)) for name in layouts)
+        # FSDP and DeepSpeed's stage 3 (ds_id) have divided their shards over more ranks
+        own = ((name, shard) for name, shard in shards if not (isinstance(shard, DTensor) or hasattr(shard, "ds_id")))
+        tape.first = parts_of(own, layouts, mesh)
     if case.slices:
         in_slices(model, case)
     if case.parts > 1:  # after in_slices, because in_parts copies the layers
@@ -268,38 +268,6 @@ def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
     """Return a dict: name -> weight or router's selection bias, which is zero outside the part that this rank owns (see `owned`)."""
     biases = {name: bias_E.to(_CPU, copy=True) for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
     return owned(engine, mesh, "weight", 1.0) | biases
-
-
-def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
-    """Return a dict: name -> tensor of the unsharded shape. It has this rank's part of the gradient, weight or exp_avg (`what`), divided by
-    `scale`, and zeros elsewhere. If several ranks hold copies, only one of them returns the part, so the sum over ranks is the whole
-    tensor.
-    """
-
-    def held() -> Iterator[tuple[str, Tensor | None]]:
-        for name in engine.layouts:
-            if what != "weight" and not engine.module.get_parameter(name).requires_grad:
-                continue  # frozen parameters have neither gradients nor optimizer states
-            state = {"gradient": engine.gradient(name)} if what == "gradient" else engine.state(name)
-            yield name, state.get(what, state.get(MOMENTUM))  # Muon's momentum instead of exp_avg; Adafactor has neither
-
-    return _parts(held(), engine.layouts, mesh, scale)
-
-
-@torch.no_grad()
-def _parts(
-    tensors: Iterable[tuple[str, Tensor | None]], layouts: Mapping[str, Layout], mesh: Mesh, scale: float = 1.0
-) -> dict[str, Tensor]:
-    """Return a dict: name in checkpoints -> tensor of the unsharded shape, fp32. It has this rank's part, divided by `scale`, and zeros
-    elsewhere (see `owned`). tensors: (name of a parameter, this rank's shard of it or of a tensor of its shape)."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if tensor is not None and layouts[name].is_owner(mesh):
-            for p in pieces(global_name(name), layouts[name], mesh, tensor):
-                whole = found.setdefault(p.name, torch.zeros(p.shape))
-                place = tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))
-                whole[place] = p.tensor.float().cpu() / scale
-    return found
 
 
 # --- on forked ranks --------------------------------------------------------------------------------------------------------

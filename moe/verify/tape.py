@@ -14,7 +14,7 @@ them depend only on modules, not on the layout.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,8 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe.model.initialize import global_name
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
+from parallel.data.engine import Engine
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Mesh
+from parallel.optim.sgd import MOMENTUM
+from parallel.store.checkpoint import pieces
 
 TAPED = 3  # number of recorded steps, 0 to 2. Step 1 reads Adam's moments, and overflows in some cases; step 2 shows the state after that
 AGAIN = " again"  # appended to a module's name for outputs from recompute
@@ -158,7 +164,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
             continue
         assert isinstance(block, Block)
         block.register_forward_pre_hook(entered(number), with_kwargs=True)
-        for name in ("attention", "cross", "ffn"):
+        for name in ("attention_norm", "attention", "cross_norm", "cross", "ffn_norm", "ffn"):
             after(getattr(block, name), f"layers.{number}.{name}", lambda x: x, number)
         if block.moe is not None:
             after(block.moe.router, f"layers.{number}.router", _gates, number)
@@ -184,3 +190,42 @@ def _seen(tape: Tape, name: str, context: Any) -> bool:
     recompute."""
     held = tape.forward.get((context.step, name), ())
     return any(torch.equal(context.position_T, places) for places, *_ in held)
+
+
+def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
+    """Return a dict: name -> tensor of the unsharded shape. It has this rank's part of the gradient, weight or exp_avg (`what`), divided by
+    `scale`, and zeros elsewhere. If several ranks hold copies, only one of them returns the part, so the sum over ranks is the whole
+    tensor.
+    """
+
+    def held() -> Iterator[tuple[str, Tensor | None]]:
+        for name in engine.layouts:
+            if what != "weight" and not engine.module.get_parameter(name).requires_grad:
+                continue  # frozen parameters have neither gradients nor optimizer states
+            state = _gradient(engine, name) if what == "gradient" else engine.state(name)
+            yield name, state.get(what, state.get(MOMENTUM))  # Muon's momentum instead of exp_avg; Adafactor has neither
+
+    return parts_of(held(), engine.layouts, mesh, scale)
+
+
+def _gradient(engine: Engine, name: str) -> dict[str, Tensor]:
+    try:
+        return {"gradient": engine.gradient(name)}
+    except KeyError:  # no rank computed a gradient of this parameter: it deviates, and its name is in the table
+        return {}
+
+
+@torch.no_grad()
+def parts_of(
+    tensors: Iterable[tuple[str, Tensor | None]], layouts: Mapping[str, Layout], mesh: Mesh, scale: float = 1.0
+) -> dict[str, Tensor]:
+    """Return a dict: name in checkpoints -> tensor of the unsharded shape, fp32. It has this rank's part, divided by `scale`, and zeros
+    elsewhere (see `owned`). tensors: (name of a parameter, this rank's shard of it or of a tensor of its shape)."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if tensor is not None and layouts[name].is_owner(mesh):
+            for p in pieces(global_name(name), layouts[name], mesh, tensor):
+                whole = found.setdefault(p.name, torch.zeros(p.shape))
+                place = tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))
+                whole[place] = p.tensor.float().cpu() / scale
+    return found

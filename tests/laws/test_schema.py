@@ -83,7 +83,7 @@ def another(key: str) -> Any:
     *sections, name = key.split(".")
     section = section_of(field_at(sections))
     assert section is not None
-    for value in (True, False, 0.5, 0.25, 2, 3, [1], *choices(key), ["dense"], "/tmp"):
+    for value in (True, False, 0.5, 0.25, 2, 3, [1], *choices(key), ["dense"], "/tmp", "module:name"):
         try:
             if getattr(section.model_validate({name: value}), name) != field_of(key).default:
                 return value

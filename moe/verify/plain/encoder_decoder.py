@@ -55,6 +55,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
         for number in numbers:
             name = f"layers.{number}"
             seen = cast(norm(x, weights[f"{name}.attention_norm.weight"], model))
+            noted(f"{name}.attention_norm", seen)
             bias = wide(cast(wide(weights[f"{first}.attention.bias.weight"])))
             same = None if documents is None else same_document(*(documents[source is not None],) * 2)
             out = attention(seen, seen, weights, f"{name}.attention", run, len(batch), bias, source is not None, cast, same)
@@ -62,11 +63,13 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
             x = cast(x + dropped(run, out, f"{name}.attention", tokens, cast))
             if source is not None:
                 seen = cast(norm(x, weights[f"{name}.cross_norm.weight"], model))
+                noted(f"{name}.cross_norm", seen)
                 same = None if documents is None else same_document(documents[1], documents[0])
                 out = attention(seen, source, weights, f"{name}.cross", run, len(batch), None, False, cast, same)
                 noted(f"{name}.cross", out)
                 x = cast(x + dropped(run, out, f"{name}.cross", tokens, cast))
             seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model))
+            noted(f"{name}.ffn_norm", seen)
             out = dense_or_experts(seen, weights, number, run, tokens, cast, noted, layers)
             x = cast(x + dropped(run, out, f"{name}.ffn", tokens, cast))
             noted(name, x)

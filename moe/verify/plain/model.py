@@ -91,10 +91,12 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     for i in range(model.num_layers):
         name = f"layers.{i}"
         seen = cast(norm(x, weights[f"{name}.attention_norm.weight"], model))
+        note(f"{name}.attention_norm", seen)
         out = attention(seen, weights, name, run, length, begins, cast)
         note(f"{name}.attention", out)
         x = cast(x + dropped(run, times(out, model.scales.residual, cast), f"{name}.attention", tokens, cast))
         seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model))
+        note(f"{name}.ffn_norm", seen)
         out = dense_or_experts(seen, weights, i, run, tokens, cast, note, layers)
         x = cast(x + dropped(run, times(out, model.scales.residual, cast), f"{name}.ffn", tokens, cast))
         note(name, x)

@@ -180,5 +180,6 @@ def _telling_cases() -> list[Case]:
     found = [Case(model, "ddp", 1, 1, 3, "fp32") for model in TELLING]
     found += [Case(model, "fsdp", 2, 2, 1, "fp32") for model in TELLING]
     found += [Case("coefficients", kind, 2, ep, 3, "fp32") for kind, ep in (("zero1", 2), ("zero2", 1), ("zero3", 2))]
+    found += [Case("spectral", "fsdp", 4, 2, 1, "fp32")]  # FSDP divides each expert's states over two ranks
     found += [Case("spectral", "ddp", 2, 2, 3, "fp32"), Case("stretched", "zero1", 2, 2, 1, "fp32", padded=True)]
     return [*found, Case("coefficients", "ddp", 2, 2, 1, "fp32", overflow=True), Case("divided", "ddp", 2, 1, 3, "fp32", etp=2)]

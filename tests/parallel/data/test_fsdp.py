@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from moe.model.initialize import FirstValues, global_name
 from moe.recipe.sections import Offload
 from moe.verify.cases import Case
-from moe.verify.layouts import owned
+from moe.verify.tape import owned
 from parallel.data.ddp import DDP
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard

@@ -12,8 +12,8 @@ import torch
 from moe.plan.pipeline import schedule_of
 from moe.train.parts.executor import Pipelined
 from moe.verify.cases import Case
-from moe.verify.layouts import owned
 from moe.verify.rows.pipeline import staged
+from moe.verify.tape import owned
 from parallel.data import fsdp
 from parallel.data.deepspeed import load_deepspeed
 from parallel.pipeline.schedule import Action, Op, Span, Watcher, flushed
