@@ -642,6 +642,35 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
 ]
 
 
+CLEAN = (
+    "dense dp2 ep1 m1 fsdp", "coefficients dp2 ep2 m3 zero3", "spectral dp2 ep2 m3 ddp", "dense dp1 tp2-1d ep1 m3 ddp",
+    "gshard dp1 tp2-sliced ep2 m1 ddp", "stretched dp1 tp2-dtensor ep2 m1 ddp", "pipedream pp2 gshard dp1 ep1 m1 ddp",
+    "coefficients dp1 ep2 sp2 zigzag m1 ddp", "t5 dp2 ep2 m1 full zero1",
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("three_steps")
+def test_no_line_of_a_clean_run_deviates() -> None:
+    """Each line of the recordings is within its bound: first weights, outputs of all modules, gradients, moments and weights."""
+    chosen = [c for c in cases(2) if c.precision == "fp32" and c.world == 2 and f"{c.layout} {c.kind}" in CLEAN]
+    assert {f"{c.layout} {c.kind}" for c in chosen} == {*CLEAN}
+    for case, ran in layouts.run_world(chosen, 2, taped=True):
+        assert not isinstance(ran, str) and ran[1] is not None, ran
+        assert Standard(Expected.of(twin_of(case))).first_deviation(ran[1], ran[0], case) is None, case.layout
+
+
+def test_first_weights_and_lost_positions_are_named() -> None:
+    """The weights before the first step come before the outputs, and a token that no rank has before both."""
+    case = Case("dense", "ddp", 1, 1, 1, "fp32", steps=1)
+    standard, tape = Standard(Expected.of(case)), Tape.of(case)
+    ran = compute(case, tape=tape)
+    tape.first["layers.1.ffn.w1.weight"] = tape.first["layers.1.ffn.w1.weight"] * 1.5
+    assert str(standard.first_deviation(tape, ran, case)).startswith("layers.1.ffn.w1.weight (weight before the first step: ")
+    places_T, values, first = tape.forward[0, "embedding"][0]
+    tape.forward[0, "embedding"][0] = places_T[1:], values[1:], first
+    assert str(standard.first_deviation(tape, ran, case)).startswith("positions (forward of step 0, no rank has token 0 of the batch")
+
+
 def test_repeated_positions_are_the_first_deviation() -> None:
     """A tape holds one output for each position, so it cannot compare tokens with equal positions."""
     case, tape = Case("dense", "ddp", 1, 1, 1, "fp32"), Tape()
