@@ -19,9 +19,9 @@ from typing import Any
 
 from moe.recipe.keys import ABOVE_0, facts, field_of, flat, in_words, known_keys, not_met, settings, value_of
 from moe.recipe.sections import Data, Run
+from parallel import yaml_text
 from parallel.errors import BadInput, counted
 from parallel.fixes import Remove, Set, written
-from parallel.store import files
 from parallel.store.files import user_path
 
 COMMAND_LINE = "command line"
@@ -88,7 +88,7 @@ def _refusal(run: Run, key: str, condition: str) -> BadInput:
     first, names = wanted[0]
     got = f"{f'{value:g}' if isinstance(value, float) else written(value)} with {first}={written(value_of(run, first))}"
     needed = f"{in_words(condition)}: otherwise this key has no effect"
-    fix = f"set {first} {names[0]}" if names[0] == ABOVE_0 else Set(first, files.load(names[0]))
+    fix = f"set {first} {names[0]}" if names[0] == ABOVE_0 else Set(first, yaml_text.load(names[0]))
     return BadInput(key, got=got, needed=needed, fix=fix | Remove(key))
 
 

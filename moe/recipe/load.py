@@ -24,9 +24,9 @@ from moe.recipe.plugin import registered
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.section import Section, takes_number
 from moe.recipe.sections import Run
+from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix, Remove, Rename, Set, Words, fix_of, guess
-from parallel.store import files
 from parallel.store.files import read_text, reason, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -168,10 +168,10 @@ def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = files.load(read_text(path))
+        values = yaml_text.load(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"recipe {path}", got=reason(error), needed="a readable text file", fix="check the file") from None
-    except files.NOT_YAML as error:
+    except yaml_text.NOT_YAML as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or f"not YAML ({error or 'nested too deeply'})"
@@ -222,8 +222,8 @@ def _read_value(text: Any, annotation: Any) -> Any:
     if not text.strip() and is_text:
         return ""  # YAML would read an empty text as null; Section refuses ""
     try:
-        value = files.load(text)
-    except files.NOT_YAML:
+        value = yaml_text.load(text)
+    except yaml_text.NOT_YAML:
         return text
     return text if value is not None and is_text else value
 
@@ -333,7 +333,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         listed = some(sorted(names, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
         needed = f"{listed}{numbers}" if len(names) > 1 or numbers else f"{names[0]} (the only choice this version has)"
         wanted = near if near and near != str(error["input"]) else None
-        fix = guess(files.load(wanted)) if wanted else Set(dotted, files.load(names[0]))
+        fix = guess(yaml_text.load(wanted)) if wanted else Set(dotted, yaml_text.load(names[0]))
     if more > 0:
         fix = Words(f"{fix} ({more} more wrong {'value' if more == 1 else 'values'} after this one)", fix)
     return BadInput(dotted, got=_shown(error["input"]), needed=needed, fix=fix)

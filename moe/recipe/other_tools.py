@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from moe.recipe.keys import choices, field_at, field_of, known_keys, section_of
 from moe.recipe.other_names import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, OWN_FLAGS, SWITCHES, VERB_OF, WITH_OTHERS, WORDS
 from moe.recipe.section import takes_number
+from parallel import yaml_text
 from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
-from parallel.store import files
 
 _SIMILAR = 0.85  # smallest similarity (difflib's ratio) at which an unknown name counts as a misspelling of another tool's name
 _FALSE = ("false", "0", "no", "off")
@@ -133,8 +133,8 @@ def _accepted(key: str, value: Any) -> bool:
 
 def _value(of: Any) -> Any:
     try:
-        return files.load(of) if isinstance(of, str) else of
-    except files.NOT_YAML:
+        return yaml_text.load(of) if isinstance(of, str) else of
+    except yaml_text.NOT_YAML:
         return of
 
 

@@ -26,11 +26,11 @@ from moe.recipe.keys import ABOVE_0, facts, field_at, field_of, flat, known_keys
 from moe.recipe.load import build_run
 from moe.recipe.section import choices_of, takes_number
 from moe.recipe.sections import Run
+from parallel import yaml_text
 from parallel.errors import BadInput
 from parallel.fixes import Fix, put, take
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules import SCHEDULES
-from parallel.store import files
 
 Values = dict[str, Any]  # a recipe's nested values
 
@@ -129,7 +129,7 @@ def _set(rng: random.Random, values: Values, key: str) -> None:
             if names == [ABOVE_0]:
                 _set(rng, values, reader)
             else:
-                put(values, reader, files.load(rng.choice(names)))
+                put(values, reader, yaml_text.load(rng.choice(names)))
     held = _at(values, key)
     base = field_of(key).default if held is None else held
     for value in (_value(rng, key, base) for _ in range(20)):
@@ -141,7 +141,7 @@ def _set(rng: random.Random, values: Values, key: str) -> None:
 def _value(rng: random.Random, key: str, base: Any) -> Any:
     """Return a random value of the key's type, near `base` if that is a number."""
     kind = field_of(key).annotation
-    options: list[Any] = [files.load(name) for name in choices_of(kind) if name not in _NEVER]
+    options: list[Any] = [yaml_text.load(name) for name in choices_of(kind) if name not in _NEVER]
     if key == "pipeline.schedule":
         options = list(SCHEDULES)
     if key == "train.freeze":

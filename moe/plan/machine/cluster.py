@@ -23,9 +23,9 @@ from pydantic_core import ErrorDetails
 from moe.plan.job.hashed import hashed_once
 from moe.plan.machine.device import FILE, Count, Device, NotEmpty, NotNegative, Number, Positive, Text
 from moe.plan.machine.program import Program
+from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.process.extensions import cache_dir
-from parallel.store import files
 from parallel.store.files import read_text, user_path
 
 FOLDER = Path(__file__).parent / "clusters"
@@ -206,10 +206,10 @@ def _nearest(name: str, known: list[str]) -> str:
 def _read(path: Path) -> Cluster:
     what = f"cluster file {path.name}"
     try:
-        mapping = files.load(read_text(path))
+        mapping = yaml_text.load(read_text(path))
     except OSError as error:
         raise BadInput(what, got=error.strerror or error, needed="a file that can be read", fix="check the file") from None
-    except files.NOT_YAML as wrong:
+    except yaml_text.NOT_YAML as wrong:
         line = getattr(wrong, "problem", None) or (str(wrong).splitlines() or ["values nested too deeply"])[0]
         raise BadInput(what, got=line, needed="YAML", fix="correct that line") from None
     try:

@@ -28,8 +28,8 @@ from moe.plan.machine.program import Program
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, gather, group_of
 from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
 from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
+from parallel import yaml_text
 from parallel.pipeline.schedules import closed_form, kind_of, placed
-from parallel.store import files
 from parallel.store.files import read_text
 
 
@@ -330,7 +330,7 @@ class Range:
 @lru_cache
 def ranges() -> tuple[Range, ...]:
     """Return the Range of each group of published runs, the most specific group first."""
-    return tuple(Range(**{**each, "devices": tuple(each["devices"])}) for each in files.load(read_text(FILE)))
+    return tuple(Range(**{**each, "devices": tuple(each["devices"])}) for each in yaml_text.load(read_text(FILE)))
 
 
 def range_of(cluster: Cluster, plan: Plan) -> Range | None:
