@@ -24,7 +24,7 @@ from moe.cli.run.runs import about_bench, arguments_of_main, bench, bench_file, 
 from moe.cli.run.train import rehearse, train
 from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
-from moe.recipe.section import take_overrides
+from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless, some
 from parallel.store.files import check_writable, user_path
 

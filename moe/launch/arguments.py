@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from moe.recipe.section import take_overrides
+from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
 from parallel.store.files import user_path
 

@@ -10,7 +10,6 @@ under which the key is read. A section may state the last two for all of its key
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -18,40 +17,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from moe.recipe.overrides import whole
 from moe.recipe.plugin import GROUPS, by_name, is_plugin
-from parallel.errors import BadInput, harmless
-
-_POWER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,2}")
-
-
-def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return (the other words of a command line, {"section.key": its value as text}). Dashes in a key are read as underscores.
-    Raises BadInput for a key without a value, or given twice. `moe.recipe.load.load` checks later whether a key exists."""
-    rest: list[str] = []
-    overrides: dict[str, str] = {}
-    following = iter(enumerate(words))
-    for at, word in following:
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") or "." not in name:
-            rest.append(word)
-            continue
-        key = name[2:].replace("-", "_")
-        if not equals:
-            if at + 1 == len(words) or words[at + 1].startswith("--"):
-                raise BadInput(name, got="no value", needed="a value", fix=f"{name} VALUE, or {name}=VALUE")
-            value = next(following)[1]
-        if key in overrides:
-            raise BadInput(name, got="two values", needed="one value", fix="remove one of the two")
-        overrides[key] = value
-    return rest, overrides
-
-
-def whole(value: Any) -> Any:
-    """Return 1000 for the text "1e3", and likewise for other whole numbers with an exponent; any other value unchanged."""
-    if not isinstance(value, str) or _POWER.fullmatch(value) is None or not float(value).is_integer():
-        return value
-    return int(float(value))
-
+from parallel.errors import harmless
 
 _LARGEST = 2**40  # largest absolute value of an integer in a recipe
 _OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # 010 is refused, because YAML 1.1 and C read it as 8

@@ -20,7 +20,7 @@ from moe.cli.verbs import VERBS
 from moe.launch import exit_codes
 from moe.launch.arguments import parse
 from moe.recipe.load import load
-from moe.recipe.section import take_overrides
+from moe.recipe.overrides import take_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/use/cluster"

@@ -29,8 +29,8 @@ from moe.launch import exit_codes
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.keys import flat, known_keys
 from moe.recipe.load import load
+from moe.recipe.overrides import take_overrides
 from moe.recipe.presets import PRESETS
-from moe.recipe.section import take_overrides
 from moe.recipe.sections import Run
 from parallel.pipeline.schedules import SCHEDULES
 from tests.campaigns import faults

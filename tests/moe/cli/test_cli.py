@@ -33,7 +33,7 @@ from moe.launch import launch, start
 from moe.launch.arguments import Arguments, parse
 from moe.recipe.keys import flat, known_keys
 from moe.recipe.load import RECIPES, load, published_names, recipe_names
-from moe.recipe.section import take_overrides
+from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 

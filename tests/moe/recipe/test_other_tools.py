@@ -14,7 +14,7 @@ from moe.recipe import other_tools
 from moe.recipe.keys import flat, known_keys
 from moe.recipe.load import build_run, load, read_recipe, recipe_path
 from moe.recipe.other_names import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, SWITCHES, WITH_OTHERS, WORDS
-from moe.recipe.section import take_overrides
+from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
