@@ -1,5 +1,4 @@
-"""The base class of a recipe's sections, and `key`, which declares one of their keys. Also splits recipe values off a command line:
-`--section.key value` and `--section.key=value`, in any position.
+"""The base class of a recipe's sections, and `key`, which declares one of their keys.
 
     beta1: float = key(0.9, "decay rate of the momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
 
