@@ -3,7 +3,7 @@
 text            corpus.py: documents, each for train or validation -> tokenizer.py: ids -> tokens.py: memory-mapped files, built once
 chats           chat.py: ids, and whether each is predicted -> chats.py: files; several chats packed into a sequence
 token ids       ids.py: files of other programs, read in place; given.py: samples from a user's program
-every step      order.py: the sequences that it reads; of several sources, with weights; span_corruption.py: hidden spans
+every step      order.py: the sequences that it reads; mixture.py: several sources with weights; span_corruption.py: hidden spans
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from moe.recipe.section import Section, key
 
 
 class RouterSpec(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
-    """All settings of one router. A recipe's section `router` takes them from one of PRESETS and may change some.
+    """All settings of one router. A recipe's section `router` takes them from a preset and may change some (moe/recipe/presets.py).
 
     An expert's capacity is capacity_factor * k * (tokens of a `group`) / experts (without k for capacity_counts "tokens"). This is
     rounded, then rounded up to a multiple of `capacity_multiple`, and is at least `min_capacity`. docs/moe/routing.md has all formulas.
