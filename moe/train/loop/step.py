@@ -7,13 +7,6 @@
 For any sharding, the loss is the mean over the predicted tokens of the *global* batch (a user's own loss: over its sequences), and
 auxiliary losses are means over the routed tokens of the global batch. Padding is neither predicted nor routed.
 
-If a balance loss is over the global batch, each MoE layer needs its router's statistics over the whole step in every forward pass:
-
-    one micro-batch a rank     each layer all-reduces its statistics over the ranks that share the batch, in its forward pass
-    several micro-batches      first, forward passes of all micro-batches without gradient and one all-reduce; then the usual passes
-
-Passes with and without gradient route tokens equally: noise is a function of (seed, step, layer, token), and weights are the same.
-
 Several steps without draining the pipeline between them (PipeDream, 2BW): a stage updates as soon as it has its own gradients.
 
     rank 0   F0 F1 F2 F3 B0 U F4 B1 U ...      F, B: forward and backward pass of a batch; U: update
@@ -25,7 +18,6 @@ No update waits for the gradient norm of the whole model, so nothing is clipped 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +25,8 @@ from torch import Tensor, nn
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Output, divided_over, moe_layers
 from moe.parallelize.plan import FAMILIES
-from moe.router.losses import size_of_sums, updated_bias
+from moe.router.losses import updated_bias
+from moe.train.parts.batch_counts import with_whole_step
 from moe.train.parts.executor import Executor, Pipelined
 from moe.train.parts.numbers import Numbers, Sums
 from moe.train.parts.passes import Pass, Tokens, count_tokens, num_losses, passes_of
@@ -47,8 +40,6 @@ from parallel.numerics.precision import LossScale
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.weights import Versions
 from parallel.watch import watchdog
-
-OverStep = Callable[[int, Tensor], Tensor]  # (layer, its counts and scores in this pass) -> their sums over the whole step
 
 # N sequences of this rank, B sequences of a micro-batch, L tokens of a sequence, E experts
 
@@ -184,43 +175,3 @@ def stream(
     packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (divided, *shard.axes, executor.pp_axis))
     rows = zip(packed, counts, norms_of(norms.flatten(), families=FAMILIES, world=world), strict=True)
     return [(Numbers(row, model.expert_counts, tokens.inputs), norm) for row, tokens, norm in rows]
-
-
-def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes with the function `Context.whole_step`, which sums a MoE layer's router statistics over the whole step. Passes are
-    returned unchanged if router.balance_scope is not global_batch, or if all balancing losses have weight 0: the reported balance loss is
-    then a mean over micro-batches. Collective."""
-    spec = executor.model.router_spec
-    if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
-        return list(passes)
-    sums = _summed_when_asked(shard.axes) if len(passes) == 1 else _counted(executor, passes, shard.axes)
-    return [replace(p, context=replace(p.context, whole_step=sums)) for p in passes]
-
-
-def _summed_when_asked(axes: Sequence[Axis]) -> OverStep:
-    known: dict[int, Tensor] = {}
-
-    def sums(layer: int, mine: Tensor) -> Tensor:
-        if layer not in known:  # recomputation gets the stored sums: ranks may recompute in different orders, so an all-reduce could hang
-            known[layer] = sum_over_all(mine.clone(), [replace(axis, label=f"layers.{layer}.balance") for axis in axes])
-        return known[layer]
-
-    return sums
-
-
-def _counted(executor: Executor, passes: Sequence[Pass], axes: Sequence[Axis]) -> OverStep:
-    device, counts = passes[0].inputs_BL.device, executor.model.expert_counts
-    spec = executor.model.router_spec
-    more = {"chances": bool(spec.load_weight), "probabilities": spec.own_balance is not None}
-    sizes = {layer: size_of_sums(count, **more) for layer, count in counts.items()}
-    totals = {layer: torch.zeros(size, dtype=torch.float64, device=device) for layer, size in sizes.items()}
-
-    def note(layer: int, mine: Tensor) -> Tensor:
-        totals[layer] += mine
-        return mine
-
-    counting = [replace(p, context=replace(p.context, whole_step=note)) for p in passes]
-    executor.forward(counting, lambda number, output: None)
-    flat = sum_over_all(torch.cat(list(totals.values())), (*axes, executor.pp_axis))
-    known = dict(zip(totals, flat.split([len(t) for t in totals.values()]), strict=True))
-    return lambda layer, _: known[layer]
