@@ -97,7 +97,7 @@ CACHED = {
     "moe/plan/time/layer_time.py: join_time": "likewise",
     "parallel/annotations/resharding.py: _cheapest": "the steps between two lies of a tensor follow from both, its shape and the mesh",
     "moe/convert/huggingface/tensors.py: _pattern": "of a pattern alone",
-    "moe/experts/dispatch/dispatcher.py: place_of_expert": "a function of its arguments alone",
+    "moe/experts/dispatch/placement.py: place_of_expert": "a function of its arguments alone",
     "moe/recipe/keys.py: known_keys": "of the classes of a recipe",
     "moe/recipe/keys.py: facts": "what a key's fields say",
     "moe/recipe/keys.py: _values_that_switch_on": "values of a type",

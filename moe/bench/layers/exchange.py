@@ -23,7 +23,8 @@ from torch import Tensor
 from moe.bench.layers.layers import Shape
 from moe.bench.timing import conclude, in_turn, ratio
 from moe.experts.dispatch import dispatcher_of, examples, open_exchange
-from moe.experts.dispatch.dispatcher import Exchange, Sizes, balanced_placement
+from moe.experts.dispatch.dispatcher import Exchange, Sizes
+from moe.experts.dispatch.placement import balanced_placement
 from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts, Routed
 from moe.kernels import choose

@@ -97,7 +97,7 @@ class Gathered(Exchange):
 
     def _plan_held(self, place_AK: Tensor, *, held: int) -> Plan:
         """Return the plan of the choices that fall on this rank's `held` experts. `place_AK`: 1 + the place of each choice's expert
-        (dispatcher.py); 0: a dropped choice, or padding."""
+        (placement.py); 0: a dropped choice, or padding."""
         here_AK = place_AK - 1 - self.axis.index * held
         kept_AK = (place_AK > 0) & (here_AK >= 0) & (here_AK < held)
         plan: Plan = self.kernels.plan(here_AK.clamp(0, held - 1), kept_AK, num_experts=held)

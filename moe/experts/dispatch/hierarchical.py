@@ -6,7 +6,7 @@
 
 Rank (o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. E and E' are experts, g and g' their gates. A token is sent
 together with the gates of its choices and the places of their experts (an expert's place is its number in the order in which ranks hold
-experts, dispatcher.py). After the second exchange, each rank sums the outputs of its own experts for a token, by the same kernel call as
+experts, placement.py). After the second exchange, each rank sums the outputs of its own experts for a token, by the same kernel call as
 Local (dispatcher.py). The numbers of tokens in the second exchange are computed on the device from the first exchange's, so the host waits
 once for both. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
@@ -64,7 +64,7 @@ class Hierarchical(Dispatcher):
             busiest = min(load.busiest, max(1.0, targets / load.copies(targets)))  # at most a copy of each token
             rows = Message(axis, "all_to_all", copies * load.row_bytes, ranks, stride, busiest=busiest)
             gates = rows._replace(handed=copies * 4 * load.choices)  # a gate is sent in fp32
-            places = gates  # a place (dispatcher.py) is int32, so places need as many bytes as gates
+            places = gates  # a place (placement.py) is int32, so places need as many bytes as gates
             counts.append(Message(axis, "counts", 8 * ranks * columns, ranks, stride))
             forward += [rows, gates, places, rows]
             backward += [rows, rows, gates]
@@ -75,7 +75,7 @@ class Hierarchical(Dispatcher):
 
 
 class Tokens(NamedTuple):
-    """Tokens on a rank, with their choices. `place_TK` int64: the place of each choice's expert (dispatcher.py); -1 for a choice that is
+    """Tokens on a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py); -1 for a choice that is
     dropped, or for an expert elsewhere. Places are numbered over all ranks at first, within this node after the exchange between nodes,
     and within this rank after the exchange within the node. `position_T`: each token's index in the step, for dropout.
     """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.experts.dispatch.dispatcher import Placement, balanced_placement, rank_loads
+from moe.experts.dispatch.placement import Placement, balanced_placement, rank_loads
 from moe.experts.layer import MoELayer
 from moe.model.transformer import moe_layers
 from moe.recipe.sections import Run

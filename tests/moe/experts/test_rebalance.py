@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.experts.dispatch.dispatcher import balanced_placement, rank_loads
+from moe.experts.dispatch.placement import balanced_placement, rank_loads
 from moe.kernels.grouped import blocks, grouped_ffn
 from moe.train.parts.rebalance import Rebalancer, exchange_experts, nothing_to_move
 from moe.verify.cases import Case
