@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,25 +33,35 @@ ROUNDS = 8
 def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: str = "order") -> Ints:
     """Return the images [n] of `places` [n] under a pseudorandom permutation of 0 .. size - 1, which is a function of seed, epoch and `of`.
     `of`: name of the shuffled objects, so that different objects get independent permutations."""
+    images: Ints = permutations(places, size=size, seed=seed, epochs=[epoch], of=of)[0]
+    return images
+
+
+def permutations(places: npt.ArrayLike, *, size: int, seed: int, epochs: Sequence[int], of: str) -> Ints:
+    """Return the images [len(epochs), n] of `places` [n] under the `permutation` of each epoch."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
-    keys = np.frombuffer(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest(), dtype="<u8")
-    found = _feistel(np.array(places, dtype=np.uint64).reshape(-1), np.uint64(rows), np.uint64(columns), keys)
+    grid = np.uint64(rows), np.uint64(columns)
+    digests = b"".join(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest() for epoch in epochs)
+    keys = np.frombuffer(digests, dtype="<u8").reshape(-1, ROUNDS)
+    cells = np.array(places, dtype=np.uint64).reshape(1, -1)
+    found = _feistel(cells, *grid, keys[:, None])
     # The grid has at most `rows` more cells than `size`. Each walk begins at a valid cell (below `size`) and follows a cycle of the grid's
     # permutation. So it reaches a valid cell again, and two walks cannot end in the same cell.
     while (outside := found >= size).any():
-        found[outside] = _feistel(found[outside], np.uint64(rows), np.uint64(columns), keys)
+        found[outside] = _feistel(found[outside], *grid, keys[outside.nonzero()[0]])
     return found.astype(np.int64)
 
 
 def _feistel(cells: npt.NDArray[np.uint64], rows: np.uint64, columns: np.uint64, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Permute the cells of a grid of `rows` x `columns`: each round adds a hash of one coordinate and a key to the other coordinate."""
+    """Permute the cells of a grid of `rows` x `columns`: each round adds a hash of one coordinate and a key to the other coordinate.
+    keys: [..., ROUNDS], of each cell, or of all cells of a row."""
     row, column = cells // columns, cells % columns
     for n in range(ROUNDS):
         if n % 2:
-            column = (column + _mix(row + keys[n]) % columns) % columns
+            column = (column + _mix(row + keys[..., n]) % columns) % columns
         else:
-            row = (row + _mix(column + keys[n]) % rows) % rows
+            row = (row + _mix(column + keys[..., n]) % rows) % rows
     return row * columns + column
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe.data.mixture import MixedTrain, MixedValidation
-from moe.data.order import Held, Sequences, TrainSet, ValidationSet, permutation
+from moe.data.order import Held, Sequences, TrainSet, ValidationSet, permutations
 from moe.data.token_shard import Ints, TokenShard
 from moe.data.tokenizer import Tokenizer
 from moe.recipe.shapes import START, Spans
@@ -44,30 +44,38 @@ class SpanCorruption:
     def rows(self, texts: Ints, places: npt.ArrayLike, *, side: int = _TRAIN) -> Ints:
         """Convert texts [n, spans.text] to rows [n, spans.inputs + 1 + spans.targets] int64. `places`: the texts' global indices. They seed
         the random spans, together with `side`, so that training and validation differ."""
-        hidden = [self._row(text, int(place), side) for text, place in zip(texts, np.array(places).reshape(-1), strict=True)]
-        return np.array(hidden, dtype=np.int64).reshape(len(texts), self.spans.inputs + 1 + self.spans.targets)
+        s, draws = self.spans, [4 * int(place) + 2 * side for place in np.array(places).reshape(-1)]
+        kept_NS = self._cuts(s.text - s.hidden, draws)
+        hidden_NS = self._cuts(s.hidden, [draw + 1 for draw in draws])
+        sentinel_NS = np.broadcast_to(self.vocab_size - 1 - np.arange(s.num_spans), kept_NS.shape)
+        one_NS, hides = np.ones_like(kept_NS), _marks(kept_NS, hidden_NS, s.text)
+        inputs = _interleaved(_marks(kept_NS, one_NS, s.inputs - 1), sentinel_NS, texts[~hides])
+        targets = _interleaved(~_marks(one_NS, hidden_NS, s.targets - 1), sentinel_NS, texts[hides])
+        end, start = (np.full((len(texts), 1), token) for token in (self.end, START))
+        return np.concatenate([inputs, end, start, targets, end], axis=1).astype(np.int64)
 
-    def _row(self, text: Ints, place: int, side: int) -> Ints:
-        s = self.spans
-        kept = self._cut(s.text - s.hidden, 4 * place + 2 * side)
-        hidden = self._cut(s.hidden, 4 * place + 2 * side + 1)
-        inputs, targets, at = [], [], 0
-        for number, (before, span) in enumerate(zip(kept, hidden, strict=True)):
-            sentinel = np.array([self.vocab_size - 1 - number])
-            inputs += [text[at : at + before], sentinel]
-            targets += [sentinel, text[at + before : at + before + span]]
-            at += before + span
-        end = np.array([self.end])
-        return np.concatenate([*inputs, end, np.array([START]), *targets, end])
+    def _cuts(self, tokens: int, draws: list[int]) -> Ints:
+        """For each draw, cut a run of `tokens` tokens into one part for each span, at random. Return the parts' lengths int64
+        [len(draws), spans], each at least 1. `draws`: numbers; each number gives other cuts."""
+        ends = np.zeros((len(draws), self.spans.num_spans + 1), dtype=np.int64)
+        inner = np.arange(self.spans.num_spans - 1)
+        ends[:, 1:-1] = np.sort(permutations(inner, size=max(1, tokens - 1), seed=self.seed, epochs=draws, of="spans")) + 1
+        ends[:, -1] = tokens
+        return np.diff(ends)
 
-    def _cut(self, tokens: int, draw: int) -> list[int]:
-        """Cut a run of `tokens` tokens into one part for each span, at random. Return the parts' lengths, each at least 1. `draw`: number
-        of this draw; each number gives other cuts."""
-        count = self.spans.num_spans
-        if count == 1:
-            return [tokens]
-        drawn = permutation(np.arange(count - 1), size=tokens - 1, seed=self.seed, epoch=draw, of="spans")
-        return [int(n) for n in np.diff([0, *sorted(drawn + 1), tokens])]
+
+def _marks(first_NS: Ints, then_NS: Ints, length: int) -> npt.NDArray[np.bool_]:
+    """Return bool [N, length] for rows of parts: first_NS[n, 0] elements, then then_NS[n, 0] elements, first_NS[n, 1], and so on. True for
+    the elements of `then_NS`."""
+    marks = np.tile([False, True], first_NS.size)
+    return marks.repeat(np.stack([first_NS, then_NS], 2).reshape(-1)).reshape(len(first_NS), length)
+
+
+def _interleaved(marks_NL: npt.NDArray[np.bool_], marked: Ints, others: Ints) -> Ints:
+    """Return [N, L] with the elements of `marked` at marked places and `others` elsewhere, row by row, both in their order."""
+    row_NL = np.empty(marks_NL.shape, dtype=np.int64)
+    row_NL[marks_NL], row_NL[~marks_NL] = marked.reshape(-1), others
+    return row_NL
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ def _share(counts: Sequence[Sequence[float]]) -> float:
 
 
 def _dropped(summary: Mapping[str, Any]) -> str:
+    if summary.get("parameters_total", 0) == summary.get("parameters_active") and not summary.get("dropped_share"):
+        return MISSING  # a dense model
     whole, last = percent(summary.get("dropped_share")), percent(summary.get("dropped_share_last"))
     return whole if last == MISSING else f"{last}, in the last tenth of the steps ({whole} in all)"
 

@@ -103,7 +103,8 @@ def gradient_norm(history: History) -> Figure | None:
     fig, (ax,) = _panels(history)
     for name, color in zip(history.families, LINES, strict=False):
         values_S = history.series_S(f"grad_norm_parts.{name}")
-        _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), color=color, label=name)
+        if (values_S > 0).any():  # a dense model has no routers and experts
+            _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), color=color, label=name)
     # the total is dashed and drawn last, because the norm of one family is often nearly equal to it
     whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
     ax.plot(steps_S, whole_S, color=TEXT, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
@@ -254,7 +255,7 @@ PLOTS = (
         "gradient_norm",
         "Gradient norm",
         gradient_norm,
-        "Norm of each family of parameters: if the norm of routers or experts diverges, it is seen here first.",
+        "Norm of all gradients, and of each family of parameters if there are several. A norm that diverges is seen here first.",
     ),
     Plot(
         "expert_load",

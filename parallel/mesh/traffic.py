@@ -33,7 +33,7 @@ class Load(NamedTuple):
     rows. slots: maximum number of rows that all bins together take from this rank (capacity); None: no limit. width: elements of a row.
     row_bytes: bytes of a row. busiest: (rows received by the rank that receives most) / `rows`; 1 if all bins get equally many rows.
     reached: number of targets (ranks or nodes) -> mean number of them to which a token's rows are sent. The bins are placed on targets in
-    consecutive blocks of equal size. None: each row is sent to a random target."""
+    consecutive blocks of equal size. None: each row is sent to a random target. weighed: rows have weights, which get gradients."""
 
     tokens: float
     choices: int
@@ -45,6 +45,7 @@ class Load(NamedTuple):
     ranks: int
     busiest: float = 1.0
     reached: Callable[[int], float] | None = None
+    weighed: bool = True
 
     def copies(self, targets: int) -> float:
         """Return the mean number of different targets to which a token's rows are sent. targets: number of ranks or nodes."""

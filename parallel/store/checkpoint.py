@@ -93,26 +93,21 @@ def begin(folder: Path, step: int, world: Axis) -> None:
 def agreed(folder: Path, step: int, world: Axis, work: Callable[[], None]) -> None:
     """Call work(), this rank's part of a save. Collective. If it fails on any rank, remove the unfinished save (the disk may be full) and
     raise the same BadInput on all ranks."""
-    problem: BadInput | None = None
+
+    def here() -> None:
+        try:
+            work()
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk by its own error
+            got = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
+            needed, fix = f"a folder that can be written: {folder}", "free disk space or choose another --out"
+            raise BadInput("checkpoint", got=got, needed=needed, fix=fix) from error
+
     try:
-        work()
-    except BadInput as bad:
-        problem = bad
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by its own error
-        got = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
-        needed, fix = f"a folder that can be written: {folder}", "free disk space or choose another --out"
-        problem = BadInput("checkpoint", got=got, needed=needed, fix=fix)
-    try:
-        of_all(lambda: _raised(problem), world, what="checkpoint")
+        of_all(here, world, what="checkpoint")
     except BadInput:
         if world.index == 0:
             shutil.rmtree(temporary(folder, step), ignore_errors=True)
         raise
-
-
-def _raised(problem: BadInput | None) -> None:
-    if problem is not None:
-        raise problem
 
 
 def _make(folder: Path, temporary: Path) -> None:

@@ -19,12 +19,16 @@ from moe.experts.dispatch import DISPATCHERS, PLAIN, check_dispatch, dispatcher_
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from moe.experts.dispatch.network import Dropout, compute
 from moe.experts.experts import Experts
+from moe.experts.layer import _run_on_scaled_inputs
 from moe.kernels import choose
 from moe.model.transformer import moe_layers
 from moe.parallelize.build import build
+from moe.plan.job.network import Experts as PlannedExperts
+from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import peak
+from moe.plan.memory.rows import traffic_of
 from moe.plan.time.cost import step_time
 from moe.recipe import sections
 from moe.recipe.load import build_run, load
@@ -65,7 +69,7 @@ class Ring(Dispatcher):
 
         on = load.ranks - 1
         rows, gates, sums = rounds(load.row_bytes, on), rounds(4 * load.choices, on), rounds(4 * load.width, load.ranks)
-        return Traffic((rounds(8 * load.choices, on),), (rows, gates, sums), (rows, gates, sums))
+        return Traffic((rounds(8 * load.choices, on),), (rows, gates, sums), (rows, gates, sums) if load.weighed else (rows, sums))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
         return Around.over(("ep",), mesh, sizes, opened=torch.zeros(sizes.experts, sizes.width))
@@ -148,7 +152,7 @@ def test_the_planner_asks_for_its_messages(listed: None) -> None:
     assert 0 < found[PLAIN] != found[Ring.name] > 0
 
 
-def _counted_on_rank(rank: int, name: str) -> list[Any]:
+def _counted_on_rank(rank: int, name: str, on_inputs: bool) -> list[Any]:
     mesh = process.connect(Degrees(dp=4, ep=4, ep_inner=2), World(rank, 4))
     mesh.communicator.record = record = Record(rank)
     sizes, tokens = Sizes(D, E, 2, choose("auto")), 12
@@ -157,22 +161,31 @@ def _counted_on_rank(rank: int, name: str) -> list[Any]:
     expert_TK = torch.arange(2 * tokens).view(tokens, 2) % E
     ones_TE = torch.ones(tokens, E)
     routing = Routing(expert_TK, torch.ones(tokens, 2, requires_grad=True), expert_TK >= 0, ones_TE, ones_TE, 5, 1)
-    layer.run(random(tokens, D).requires_grad_(), routing, experts_of(mesh, (5, 0, 7, 2, 6, 1, 3, 4))).sum().backward()
+    given = random(tokens, D).requires_grad_(), routing, experts_of(mesh, (5, 0, 7, 2, 6, 1, 3, 4))
+    y_TD = _run_on_scaled_inputs(layer, *given, None) if on_inputs else layer.run(*given)
+    y_TD.sum().backward()
     counts = {key: (count.calls, count.sent) for key, count in mesh.communicator.counts().items()}
     lines = {last[2] for lane in record.lanes.values() for last in lane.last}
     return [counts, lines, record.token()]
 
 
+@pytest.mark.parametrize("on_inputs", [False, True])
 @pytest.mark.parametrize("name", [*examples(), Ring.name])
-def test_it_sends_what_it_states_and_the_watchdog_knows_where(name: str, listed: None) -> None:
+def test_it_sends_what_it_states_and_the_watchdog_knows_where(name: str, on_inputs: bool, listed: None) -> None:
     """Counted calls and bytes of every collective equal `traffic`. All ranks record the same collectives, labelled by layer and pass.
-    Each token's two choices are on two ranks of two nodes."""
+    Each token's two choices are on two ranks of two nodes. With gates on inputs the planner states as many messages as are sent."""
     section = sections.Dispatch.model_construct(**sections.Dispatch().model_dump() | examples()[name])
+    exchange = dispatcher_of(section)
+    traffic = exchange.traffic(Load(12, 2, 24, E * 5, D, 4 * D, E, 4, reached=lambda _: 2))
+    if on_inputs:
+        planned = PlannedExperts(E, 2, 1, apart=True, exchange=exchange, slots=E * 5 / 24)
+        network = Network(layers=1, width=D, heads=1, hidden=1, vocab=1, length=12, experts=planned, sparse_layers=(0,))
+        traffic = traffic_of(network, Plan(dp=4, ep=4), 12, 24, 4)
     stated: Counter[tuple[str, str, str]] = Counter()
-    for message in dispatcher_of(section).traffic(Load(12, 2, 24, E * 5, D, 4 * D, E, 4, reached=lambda _: 2)).every:
+    for message in traffic.every:
         stated[message.axis, message.name, "calls"] += message.calls
         stated[message.axis, message.name, "sent"] += message.sent
-    ranks = run_on_ranks(_counted_on_rank, 4, name, timeout_s=60)
+    ranks = run_on_ranks(_counted_on_rank, 4, name, on_inputs, timeout_s=60)
     for counts, labels, _ in ranks:
         found = {(*key, of): n for key, both in counts.items() for of, n in zip(("calls", "sent"), both, strict=True)}
         assert found == dict(stated)

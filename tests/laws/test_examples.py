@@ -1,4 +1,6 @@
-"""The scripts of docs/use/python.md and the notebook do what the pages say. They run unchanged, with a smaller model and fewer steps."""
+"""The scripts of docs/use/python.md, the parts of docs/use/plugins.md and the notebook do what the pages say. They run unchanged, with a
+smaller model and fewer steps.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,19 @@ def test_a_script_of_the_page_runs(script: str, home: Path, tmp_path: Path, monk
     exec(compile(script, "script", "exec"), {"__name__": "__main__"})
     (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json"))
     assert summary["steps"] == 3 and summary["recipe"] in script
+
+
+def test_parts_of_one_s_own_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first recipe of docs/use/plugins.md names every kind of part but a loss and a dispatcher."""
+    for name, text in re.findall(r"^# (\S+)\n(.*?)^```", PAGE.with_name("plugins.md").read_text(encoding="utf-8"), flags=re.S | re.M)[:2]:
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run, origins = small("mine.yaml", {})
+    assert [value.partition(":")[0] for value in run.plugins().values()] == ["my_parts"] * 6
+    moe.train(run, name="mine", origins=origins)
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json"))
+    assert summary["steps"] == 3
 
 
 def test_the_notebook_prints_what_it_shows_but_for_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

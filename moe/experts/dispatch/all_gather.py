@@ -39,7 +39,8 @@ class AllGather(Dispatcher):
         longest = Message("ep", "all_gather", 8 * (2 + load.ranks), load.ranks)
         decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, number of the expert in int64
         # messages of the backward pass: gradients of the results; gradients of the inputs, which are tokens and gates
-        of_results, of_inputs = gather(4 * load.width), sums(load.width + load.choices, calls=2)
+        of_results = gather(4 * load.width)
+        of_inputs = sums(load.width + load.choices, calls=2) if load.weighed else sums(load.width)
         tokens = gather(load.row_bytes)
         return Traffic((longest, decisions), (tokens, sums(load.width)), (of_results, of_inputs), meanwhile=(tokens,))
 

@@ -67,7 +67,7 @@ class Hierarchical(Dispatcher):
             places = gates  # a place (placement.py) is int32, so places need as many bytes as gates
             counts.append(Message(axis, "counts", 8 * ranks * columns, ranks, stride))
             forward += [rows, gates, places, rows]
-            backward += [rows, rows, gates]
+            backward += [rows, rows, gates] if load.weighed else [rows, rows]
         return Traffic(tuple(counts), tuple(forward), tuple(backward), meanwhile=tuple(forward[:1]))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

@@ -76,7 +76,7 @@ class Experts:
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
     open_groups: tuple[int, int] = (1, 1)  # (number of groups of experts from which a token may choose, number of all groups)
-    apart: bool = False  # gates scale the experts' inputs, so a token's rows differ and each is sent separately
+    apart: bool = False  # gates scale the experts' inputs, so each choice of a token is dispatched as a token of its own
     busiest: float | None = None  # rows of the busiest ep rank / mean of ep ranks, before capacity drops any; None: see `excess`
     excess: float = 0.0  # if `busiest` is None, the busiest rank has 1 + excess * (ep - 1) times the mean number of rows
 
@@ -85,12 +85,16 @@ class Experts:
         """Rows that experts compute, as a fraction of all tokens' choices (mean over ranks)."""
         return 1.0 if self.rows is None else self.rows
 
+    @property
+    def dispatched(self) -> tuple[int, int]:
+        """Return (tokens that the dispatcher gets for each token of the layer, choices of each of them)."""
+        return (self.choices, 1) if self.apart else (1, self.choices)
+
     def reached(self, targets: int) -> float:
-        """Expected number of copies of a token that are sent to `targets` ranks (or nodes). With `apart`, one is sent for each kept
-        choice; otherwise, one to each rank with chosen experts. Choices are spread evenly over the open groups of experts, and are
-        random within a group."""
-        rows, (few, groups) = self.choices * self.mean_rows, self.open_groups
-        if self.apart:
+        """Expected number of copies of a dispatched token that are sent to `targets` ranks (or nodes), one to each with chosen experts.
+        Choices are spread evenly over the open groups of experts, and are random within a group."""
+        rows, (few, groups) = self.dispatched[1] * self.mean_rows, self.open_groups
+        if rows <= 1:  # of one choice, which may be dropped
             return rows
         used = min(few, rows)
         return used * distinct(rows / used, targets / groups) if targets >= groups else distinct(used, targets)

@@ -41,7 +41,8 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
     assert e is not None
     slots = None if e.slots is None else tokens * e.choices * e.slots
     row_bytes, share = network.width * number_bytes, e.share(plan.ep)
-    load = Load(tokens, e.choices, rows, slots, network.width, row_bytes, e.count, plan.ep, share, e.reached)
+    each, choices = e.dispatched
+    load = Load(tokens * each, choices, rows, slots, network.width, row_bytes, e.count, plan.ep, share, e.reached, not e.apart)
     if e.exchange is not None:
         return e.exchange.traffic(load)
     return Traffic.there_and_back(rows=Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest))
@@ -50,8 +51,8 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
 def once_each(experts: Experts, ep: int, nodes: int) -> tuple[float, float]:
     """Return (copies sent to ranks, copies sent to nodes) of an exchange over `ep` ranks that sends a token once to each node, and there
     once to each rank, that needs it. Both are fractions of an all-to-all's rows. They count for the busiest rank and node, as its rows do;
-    these get at most one copy of each token."""
-    rows, busiest = experts.choices * experts.mean_rows, experts.share(ep)
+    these get at most one copy of each dispatched token."""
+    rows, busiest = experts.dispatched[1] * experts.mean_rows, experts.share(ep)
 
     def copies(targets: int) -> float:
         reached = experts.reached(targets)

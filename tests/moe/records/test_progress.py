@@ -265,6 +265,8 @@ def test_summary_rows_leave_out_what_is_unknown() -> None:
     assert summary_rows({}) == [] and summary_rows({"validation_loss": None, "hardware": {"cpu": None}}) == []
     rows = dict(summary_rows(summary() | {"mfu": 0.5, "parameters_active": 10_621_184, "hardware": {"cpu": "x", "gpus": 2}}))
     assert rows["model FLOPs utilization (MFU)"] == "50.0 %" and rows["parameters"] == "10.6 M" and rows["hardware"] == "cpu x, gpus 2"
+    dense = summary() | {"dropped_share": 0.0, "parameters_active": summary()["parameters_total"]}
+    assert "dropped choices" in dict(summary_rows(summary())) and "dropped choices" not in dict(summary_rows(dense))
 
 
 def test_numbers_read_well() -> None:

@@ -896,6 +896,20 @@ def test_a_full_disk_on_one_rank_is_bad_input_on_every_rank(two_steps: Path, tmp
     assert is_whole(folder / "step-1", 1) and is_whole(folder / "step-2", 2)
 
 
+def test_any_error_of_one_rank_is_told_on_every_rank_and_none_waits(tmp_path: Path) -> None:
+    def work(rank: int) -> str:
+        world = connect(Degrees(dp=2), World(rank, 2)).axis("world")
+        if rank == 1:
+            checkpoint.save_file = lambda *_, **__: {}["no such entry"]
+        with pytest.raises(BadInput) as refused:
+            save(tmp_path, 3, [("weight", Piece(f"w{rank}", (2,), (0,), torch.ones(2)))], state={}, world=world, keep=1)
+        return str(refused.value)
+
+    first, second = run_on_ranks(work, 2, timeout_s=60)
+    assert first == second and "KeyError: 'no such entry'" in first
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_that_fills_between_two_files_leaves_no_rank_in_a_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of `held` may be gathered from all ranks. Rank 1 cannot write its second file of five, and still takes part in each gather."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1)

@@ -333,7 +333,8 @@ def test_the_bytes_of_an_update_are_the_programs() -> None:
 def test_a_program_that_sends_a_token_once_to_a_node_sends_what_the_dispatcher_states(experts: Experts) -> None:
     """Rows over ep_outer and ep_inner of `hierarchical`, whose bytes are counted in tests/moe/experts/dispatch, for 64 ranks on 8 nodes."""
     tokens, width, rows = 4096, 2048, 4096 * experts.choices * experts.mean_rows
-    load = Load(tokens, experts.choices, rows, None, width, 2 * width, experts.count, 64, experts.share(64), experts.reached)
+    each, choices = experts.dispatched
+    load = Load(tokens * each, choices, rows, None, width, 2 * width, experts.count, 64, experts.share(64), experts.reached)
     stated = Hierarchical(Dispatch(kind="hierarchical", node_size=8)).traffic(load).forward
     between, within = (next(m for m in stated if m.axis == axis) for axis in ("ep_outer", "ep_inner"))
     ranks, nodes = (copies * rows * 2 * width * experts.share(64) for copies in once_each(experts, 64, 8))
