@@ -23,12 +23,11 @@ def check_lora(run: Run) -> None:
     if not run.lora.rank:
         return
     _check_targets(run)
-    works: dict[str, tuple[object, str]] = {
-        "tiling.ffn": (1, "tiles of a matrix would share its LoRA factors, which no tile can gather and free for itself"),
-        "train.audit_every": (0, "an audit needs weights that are in the run's own checkpoints"),
-    }
-    no_adapters = Set("lora.rank", 0)
-    check_others(run, "lora.rank", works, no_adapters)
+    no_adapters, shared = (
+        Set("lora.rank", 0),
+        "tiles of a matrix would share its LoRA factors, which no tile can gather and free for itself",
+    )
+    check_others(run, "lora.rank", {"tiling.ffn": (1, shared)}, no_adapters)
     _check_stages(run)
     _check_base(run)
     if run.optimizer.kind == "kfac":
@@ -60,7 +59,6 @@ def _check_base(run: Run) -> None:
         raise BadInput("lora.base", got=f"{form} in a dense model", needed=needed, fix=whole)
     works: dict[str, tuple[object, str]] = {
         "degrees.etp": (1, "MXFP4 and FP8 blocks are made of whole matrices, which etp would cut"),
-        "experts.rebalance_every": (0, "experts in blocks stay on their ranks"),
         "experts.products": ("plain", "matrices are decoded for plain products"),
     }
     check_others(run, "lora.base", works, whole)

@@ -83,6 +83,11 @@ class Blocks:
         return (count, size_out, size_in) if self.turned else (count, size_in, size_out)
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the format, by name."""
+        return {"blocks": self.values, "scales of blocks": self.scales}
+
+    @property
     def mT(self) -> Blocks:  # noqa: N802 the name in torch
         return replace(self, turned=not self.turned)
 
