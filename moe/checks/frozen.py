@@ -124,7 +124,7 @@ def _check_part(run: Run, part: str) -> None:
 
 
 def _check_trained(run: Run) -> None:
-    """Raise BadInput if all weights are frozen, or if a pipeline stage could have only frozen weights, and so no backward pass."""
+    """Raise BadInput if all weights are frozen, or, with DeepSpeed, all weights of a pipeline stage could be."""
     parts, depth = run.train.freeze, run.model.num_layers
     layers = {layer for part in parts for layer in frozen_layers_of(part) or ()}
     inside = len(layers) == depth or {"attention", "dense", "experts", "router", "norms"} <= {*parts, *_lacking(run)}
@@ -132,10 +132,10 @@ def _check_trained(run: Run) -> None:
     if inside and ends <= set(parts) and not run.model.ahead:
         got, needed = f"all of the model: {', '.join(parts)}", "some weights that are trained"
         raise BadInput(_FREEZE, got=got, needed=needed, fix=_without(run, parts[-1]))
-    if run.degrees.pp > 1 and (layers or {"attention", "norms"} <= set(parts)):
-        needed = "attention or norms trained in all layers: a stage without a trained weight has no backward pass"
-        got = f"{', '.join(parts)} with degrees.pp={run.degrees.pp}"
-        raise BadInput(_FREEZE, got=got, needed=needed, fix=Set("degrees.pp", 1) | Remove(_FREEZE))
+    if run.degrees.pp > 1 and run.carrier.steps == "elements" and (layers or {"attention", "norms"} <= set(parts)):
+        got = f"{', '.join(parts)} with degrees.pp={run.degrees.pp} and {run.carrier.name}"
+        needed = "attention or norms trained in all layers: DeepSpeed's optimizer needs a trained weight on every rank"
+        raise BadInput(_FREEZE, got=got, needed=needed, fix=Set("sharding.kind", "ddp") | Set("degrees.pp", 1) | Remove(_FREEZE))
 
 
 def _lacking(run: Run) -> set[str]:

@@ -109,8 +109,8 @@ class Rebalancer:
         return f"layer {number}: {before / total:.3f} to {after / total:.3f} of the load"
 
     def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
-        """Move weights and optimizer states of a layer's experts between ranks, also those in quantized blocks, from placement `now` to placement `then`. updates:
-        optimizer steps made so far. Collective."""
+        """Move weights, optimizer states and quantized blocks of a layer's experts between ranks, from placement `now` to placement `then`.
+        updates: optimizer steps made so far. Collective."""
         ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
         states = {
             name: {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()} for name in self._names(layer)
