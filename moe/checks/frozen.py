@@ -64,9 +64,6 @@ def _check_base(run: Run) -> None:
     check_others(run, "lora.base", works, whole)
     if form == "fp8_all":
         check_others(run, "lora.base", {"degrees.tp": (1, "blocks are made of whole matrices, which tp cuts")}, Set("lora.base", "fp8"))
-    if run.sharding.named.threads:
-        needed = "ddp, fsdp or zero: the replicas of sharding.kind=dp would need the blocks on each device"
-        raise clash(run, "sharding.kind", "lora.base", "ddp", "", whole, needed=needed)
     sizes = {"model.d_model": run.model.d_model, "experts.d_ff": run.experts.d_ff or run.model.d_ff}
     for key, size in sizes.items() if form == "mxfp4" else ():
         if size % MXFP4_BLOCK:

@@ -128,6 +128,10 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_a", nn.Parameter(weight.new_empty(count, size_in, rank)))
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
+    def follow(self, device: torch.device) -> None:
+        """Replace quantized blocks by copies on the device, if they are on another."""
+        self.blocks = {name: (blocks.on(device), layout) for name, (blocks, layout) in self.blocks.items()}
+
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
         """Replace matrices by quantized blocks; `Blocks.put` sets their values later. `layouts`: name of each such matrix -> its layout.
         `form`: the quantization."""

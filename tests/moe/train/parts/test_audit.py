@@ -145,8 +145,7 @@ def test_a_table_on_two_stages_is_mended_within_a_stage_or_from_the_other(tmp_pa
 
 
 def test_two_deterministic_runs_are_bitwise_equal(home: Path) -> None:
-    """`train.deterministic` on three ranks, also for an interrupted and resumed run; torch's setting is restored at the end. DP is
-    refused, because its threads add gradients in any order."""
+    """`train.deterministic` on three ranks, also for an interrupted and resumed run; torch's setting is restored at the end."""
     recipe = trained.recipe(home, train={"deterministic": True, "global_batch": 6, "eval_sequences": 6}, degrees={"ep": 1})
 
     def during(rank: int) -> None:
@@ -162,14 +161,23 @@ def test_two_deterministic_runs_are_bitwise_equal(home: Path) -> None:
     with deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(BadInput, match=r"train.deterministic: got true with sharding.kind=dp"):
-        check_run(corruption.build_run({"train": {"deterministic": True}, "sharding": {"kind": "dp"}}), 1)
+
+
+def test_replicas_in_threads_give_the_same_bits_again_and_pass_audits(home: Path) -> None:
+    recipes = {name: {"deterministic": True, "global_batch": 6, "eval_sequences": 6} | audits for name, audits in
+               (("a", {}), ("b", {}), ("audited", {"audit_every": 2}))}  # fmt: skip
+    for name, train in recipes.items():
+        dp = trained.recipe(home, train=train, sharding={"kind": "dp", "replicas": 3})
+        assert isinstance(trained.train(dp, home / name, forked=True)[0], dict)
+    for name in ("b", "audited"):
+        assert trained.losses(home / "a") == trained.losses(home / name)
+        assert trained.tensors(home / "a" / "checkpoints" / "step-6") == trained.tensors(home / name / "checkpoints" / "step-6")
+    assert _events(home / "audited") == []
 
 
 def test_what_cannot_be_computed_twice_is_refused() -> None:
     for sections, ranks in (
         ({"optimizer": {"kind": "kfac"}}, 1),
-        ({"sharding": {"kind": "dp"}}, 1),
         (
             {
                 "degrees": {"pp": 2},
