@@ -321,7 +321,6 @@ def _check_audit(run: Run) -> None:
     offload = run.sharding.offload
     reasons = {
         "pipeline.schedule": (continuous(run), "all gradients of a step before its update, so that they can be computed twice"),
-        "optimizer.kind": (run.optimizer.kind == "kfac", "passes that leave only gradients: K-FAC's factors would count a batch twice"),
         "states on nvme": ("nvme" in (offload.optimizer, offload.parameters), "states in memory, which can be compared"),
     }
     for other, (refused, needed) in reasons.items() if run.train.audit_every else ():
