@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from moe.recipe.shapes import DECODING
 from moe.rehearse import walk
 from moe.train.parts.audit import Auditor
 from moe.train.start.restore import restore, whole
+from parallel.data.dp import _replicas
 from parallel.errors import BadInput
-from parallel.mesh.layout import Box
+from parallel.mesh.layout import Box, Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process.process import World
 from tests.support import trained
@@ -206,6 +208,15 @@ def test_an_audit_sees_a_frozen_shard_that_changes_during_the_passes(kind: str, 
 
     for said in trained.train(run, tmp_path / "out", ranks=2, init_from=bases["fp8"], before=prepare):
         assert "during the step: weight of layers.0.ffn.w1.weight on rank 1; no copy is known to be intact" in str(said)
+
+
+def test_blocks_follow_a_replica_to_its_device() -> None:
+    """Only on the replica: the first keeps its own."""
+    experts = Experts(2, d_model=32, d_ff=64, ffn="swiglu")
+    experts.keep_in_blocks("fp8", {"w1": Layout((2, 32, 64))}, torch.device("cpu"))
+    first, second = _replicas(experts, [torch.device("cpu"), torch.device("meta")], Counter())
+    assert first.blocks["w1"][0].values is experts.blocks["w1"][0].values  # type: ignore[index]
+    assert {tensor.device.type for tensor in second.blocks["w1"][0].tensors.values()} == {"meta"}  # type: ignore[index, union-attr]
 
 
 def test_experts_without_adapters_are_those_of_plain_products(
