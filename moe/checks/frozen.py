@@ -23,12 +23,11 @@ def check_lora(run: Run) -> None:
     if not run.lora.rank:
         return
     _check_targets(run)
-    works: dict[str, tuple[object, str]] = {
-        "tiling.ffn": (1, "tiles of a matrix would share its LoRA factors, which no tile can gather and free for itself"),
-        "train.audit_every": (0, "an audit needs weights that are in the run's own checkpoints"),
-    }
-    no_adapters = Set("lora.rank", 0)
-    check_others(run, "lora.rank", works, no_adapters)
+    no_adapters, shared = (
+        Set("lora.rank", 0),
+        "tiles of a matrix would share its LoRA factors, which no tile can gather and free for itself",
+    )
+    check_others(run, "lora.rank", {"tiling.ffn": (1, shared)}, no_adapters)
     _check_stages(run)
     _check_base(run)
     if run.optimizer.kind == "kfac":
@@ -60,15 +59,11 @@ def _check_base(run: Run) -> None:
         raise BadInput("lora.base", got=f"{form} in a dense model", needed=needed, fix=whole)
     works: dict[str, tuple[object, str]] = {
         "degrees.etp": (1, "MXFP4 and FP8 blocks are made of whole matrices, which etp would cut"),
-        "experts.rebalance_every": (0, "experts in blocks stay on their ranks"),
         "experts.products": ("plain", "matrices are decoded for plain products"),
     }
     check_others(run, "lora.base", works, whole)
     if form == "fp8_all":
         check_others(run, "lora.base", {"degrees.tp": (1, "blocks are made of whole matrices, which tp cuts")}, Set("lora.base", "fp8"))
-    if run.sharding.named.threads:
-        needed = "ddp, fsdp or zero: the replicas of sharding.kind=dp would need the blocks on each device"
-        raise clash(run, "sharding.kind", "lora.base", "ddp", "", whole, needed=needed)
     sizes = {"model.d_model": run.model.d_model, "experts.d_ff": run.experts.d_ff or run.model.d_ff}
     for key, size in sizes.items() if form == "mxfp4" else ():
         if size % MXFP4_BLOCK:
@@ -126,7 +121,7 @@ def _check_part(run: Run, part: str) -> None:
 
 
 def _check_trained(run: Run) -> None:
-    """Raise BadInput if all weights are frozen, or if a pipeline stage could have only frozen weights, and so no backward pass."""
+    """Raise BadInput if all weights are frozen, or, with DeepSpeed, all weights of a pipeline stage could be."""
     parts, depth = run.train.freeze, run.model.num_layers
     layers = {layer for part in parts for layer in frozen_layers_of(part) or ()}
     inside = len(layers) == depth or {"attention", "dense", "experts", "router", "norms"} <= {*parts, *_lacking(run)}
@@ -134,10 +129,10 @@ def _check_trained(run: Run) -> None:
     if inside and ends <= set(parts) and not run.model.ahead:
         got, needed = f"all of the model: {', '.join(parts)}", "some weights that are trained"
         raise BadInput(_FREEZE, got=got, needed=needed, fix=_without(run, parts[-1]))
-    if run.degrees.pp > 1 and (layers or {"attention", "norms"} <= set(parts)):
-        needed = "attention or norms trained in all layers: a stage without a trained weight has no backward pass"
-        got = f"{', '.join(parts)} with degrees.pp={run.degrees.pp}"
-        raise BadInput(_FREEZE, got=got, needed=needed, fix=Set("degrees.pp", 1) | Remove(_FREEZE))
+    if run.degrees.pp > 1 and run.carrier.steps == "elements" and (layers or {"attention", "norms"} <= set(parts)):
+        got = f"{', '.join(parts)} with degrees.pp={run.degrees.pp} and {run.carrier.name}"
+        needed = "attention or norms trained in all layers: DeepSpeed's optimizer needs a trained weight on every rank"
+        raise BadInput(_FREEZE, got=got, needed=needed, fix=Set("sharding.kind", "ddp") | Set("degrees.pp", 1) | Remove(_FREEZE))
 
 
 def _lacking(run: Run) -> set[str]:

@@ -159,7 +159,8 @@ def _check_casts(run: Run) -> None:
         raise clash(run, key, f"compute {p.compute} and master {p.master}", "use", "no weight is cast")
     if p.casts not in run.carrier.casts:
         casts = "the engine already gathers or holds the weights in precision.compute"
-        why = "in each forward pass, replicas get copies of the master weights" if run.sharding.named.threads else casts
+        rounded = f"autograd rounds the gradients of replicas' copies to {p.compute}"
+        why = rounded if run.sharding.named.threads else casts
         raise clash(run, key, "sharding.kind", "use", why, Set("sharding.kind", PLAIN))
     if continuous(run):
         why = "stages keep older versions of the weights that the model reads"
@@ -317,14 +318,9 @@ def _check_batch(run: Run) -> None:
 
 
 def _check_audit(run: Run) -> None:
-    threads = "a fixed order of sums, but dp adds replicas' gradients as their threads end"
-    if run.train.deterministic and run.sharding.named.threads:
-        raise clash(run, "train.deterministic", "sharding.kind", False, "", Set("sharding.kind", "ddp"), needed=threads)
     offload = run.sharding.offload
     reasons = {
         "pipeline.schedule": (continuous(run), "all gradients of a step before its update, so that they can be computed twice"),
-        "sharding.kind": (run.sharding.named.threads, f"{threads} (ddp has a fixed order)"),
-        "optimizer.kind": (run.optimizer.kind == "kfac", "passes that leave only gradients: K-FAC's factors would count a batch twice"),
         "states on nvme": ("nvme" in (offload.optimizer, offload.parameters), "states in memory, which can be compared"),
     }
     for other, (refused, needed) in reasons.items() if run.train.audit_every else ():

@@ -8,7 +8,7 @@ the experts into groups, reads them earlier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -23,6 +23,7 @@ from moe.kernels.network import ByProduct, Counts, Network
 from moe.kernels.products import PRODUCTS
 from moe.kernels.rows import Plan
 from moe.nn.blocks import Blocks, Form
+from moe.nn.linear import Linear
 from moe.nn.lora import frozen_product, grouped_product
 from parallel.data.tiling import summed, take
 from parallel.mesh.layout import Layout, Tile
@@ -53,6 +54,13 @@ def _with_adapters(network: Network, scale: float, name: str, rows_RI: Tensor, w
     if not network.adapters:
         return frozen_product(rows_RI, cast(Blocks, weight_EIO), counts)
     return grouped_product(rows_RI, weight_EIO, counts, *network.adapters[name], scale=scale)
+
+
+def in_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks, Layout]]:
+    """Yield (name, blocks, layout) of each frozen matrix of the model that is held in quantized blocks instead of a parameter."""
+    for path, module in model.named_modules():
+        for name, (blocks, layout) in module.blocks.items() if isinstance(module, Experts | Linear) else ():
+            yield f"{path}.{name}", blocks, layout
 
 
 class Experts(nn.Module):
@@ -119,6 +127,10 @@ class Experts(nn.Module):
                 count, size_in, size_out = weight.shape
                 setattr(self, f"{name}_a", nn.Parameter(weight.new_empty(count, size_in, rank)))
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
+
+    def follow(self, device: torch.device) -> None:
+        """Replace quantized blocks by copies on the device, if they are on another."""
+        self.blocks = {name: (blocks.on(device), layout) for name, (blocks, layout) in self.blocks.items()}
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
         """Replace matrices by quantized blocks; `Blocks.put` sets their values later. `layouts`: name of each such matrix -> its layout.

@@ -82,6 +82,14 @@ class Blocks:
         size_in = last * MXFP4_BLOCK if self.form == "mxfp4" else last
         return (count, size_out, size_in) if self.turned else (count, size_in, size_out)
 
+    def on(self, device: torch.device) -> Blocks:
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the format, by name."""
+        return {"blocks": self.values, "scales of blocks": self.scales}
+
     @property
     def mT(self) -> Blocks:  # noqa: N802 the name in torch
         return replace(self, turned=not self.turned)

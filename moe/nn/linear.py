@@ -52,6 +52,10 @@ class Linear(nn.Module):
         self.recast = True  # the backward pass casts the frozen weight again, so no cast copy is kept
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
+    def follow(self, device: torch.device) -> None:
+        """Replace quantized blocks by copies on the device, if they are on another."""
+        self.blocks = {name: (blocks.on(device), layout) for name, (blocks, layout) in self.blocks.items()}
+
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
         """Replace the weight by quantized blocks; `Blocks.put` sets their values later. `layouts`: {"weight": its layout}. `form`: the
         quantization."""

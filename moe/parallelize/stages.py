@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from moe.model.transformer import StageLayers, Transformer
+from moe.plan.job.of_recipe import network_of
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
 from parallel.data.engine import Engine
@@ -101,7 +102,9 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     # with 16-bit compute, ordinary products would keep a cast copy of a weight for each micro-batch in flight; splittable products do not
     if schedule.splits_backward or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
         splittable(model)
-    return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
+    frozen = network_of(run).unreached
+    trained_from = next((stage for stage, part in enumerate(parts) if frozen in part.layers), schedule.num_stages - 1)
+    return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas, trained_from)
 
 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:

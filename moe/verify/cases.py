@@ -202,6 +202,7 @@ OTHER: dict[str, dict[str, Any]] = {  # models for one feature each, such as an 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"tied_embeddings": False},
     },
+    "frozen_stage": {"train": {"freeze": ["embedding", "layers.0"]}, "router": {"preset": "glam", "min_capacity": 1}},
     "lora": {  # LoRA adds the product B A to a weight. B does not begin at 0 here, so that A has a gradient in step 0
         "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "experts", "dense"]},
         "router": {"preset": "glam", "min_capacity": 1},

@@ -1,8 +1,8 @@
 """DP: one process with n replicas, each with a shard of every micro-batch, like torch's DataParallel. For study and comparison.
 
-    batch --scatter--> shards      weights --broadcast--> replica 1 .. n-1        (replica 0 is the model itself)
+    batch --scatter--> shards      weights --broadcast--> replica 1 .. n-1        (replica 0 reads the model's own weights)
     shards --n threads: forward--> outputs --gather--> one output on the first device
-    backward: autograd of the broadcast sums the replicas' gradients on the first device
+    backward: autograd of the broadcast sums the replicas' gradients on the first device, in the replicas' order
 
 With P parameters, the first device exchanges 2 (n - 1) P elements in each micro-batch; a DDP rank sends 2 (n - 1) / n P in each step. The
 threads share one Python interpreter, so their Python code runs one after another.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,14 @@ from torch import Tensor, nn
 SumReplicas = Callable[[Any, Tensor], Tensor]  # (name of a sum, this replica's tensor) -> sum over all replicas in this forward pass
 Scatter = Callable[[tuple[Any, ...], Sequence[torch.device], Sequence[SumReplicas]], list[tuple[Any, ...]]]
 Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
+
+
+@runtime_checkable
+class Follows(Protocol):
+    """A module with frozen tensors that are neither parameters nor buffers."""
+
+    def follow(self, device: torch.device) -> None:
+        """Replace these tensors by copies on the device, if they are on another."""
 
 
 class Replicas(nn.Module):
@@ -38,27 +46,46 @@ class Replicas(nn.Module):
     def forward(self, *args: Any) -> Any:
         meeting = _Meeting(len(self.devices))
         parts = self.scatter(args, self.devices, [meeting.of(i) for i in range(len(self.devices))])
-        replicas = [self.model, *(_replica(self.model, device, self.sent) for device in self.devices[1:])]
+        replicas = _replicas(self.model, self.devices, self.sent)
         return self.gather(args, _applied(replicas, parts, meeting), self.devices[0])
 
 
-def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.Module:
-    """Return a copy of the module on `device`. Its gradients flow to the original weights. sent: counts bytes of weights and gradients."""
-    made: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+def _replicas(module: nn.Module, devices: Sequence[torch.device], sent: Counter[str]) -> list[nn.Module]:
+    """Return the module with copies of its weights on each device; the first replica reads the weights themselves. Gradients flow to the
+    original weights. sent: counts bytes of weights and gradients."""
+    made: list[nn.Module] = [module._replicate_for_data_parallel() for _ in devices]  # type: ignore[no-untyped-call]
     for name, parameter in module._parameters.items():
-        if parameter is None:
-            made._parameters[name] = None
-            continue
-        copy = parameter.to(device, copy=True)
-        sent["broadcast"] += copy.nbytes
-        if copy.requires_grad:
-            copy.register_hook(lambda grad: sent.update(reduce=grad.nbytes))
-        setattr(made, name, copy)  # as a plain tensor, not a parameter: gradients flow through it
+        copies = [None] * len(devices) if parameter is None else _Copies.apply(parameter, devices, sent)
+        for replica, copy in zip(made, copies, strict=True):
+            setattr(replica, name, copy)  # as a plain tensor, not a parameter: gradients flow through it
     for name, buffer in module._buffers.items():
-        made._buffers[name] = None if buffer is None else buffer.to(device)
+        for replica, device in zip(made, devices, strict=True):
+            replica._buffers[name] = None if buffer is None else buffer.to(device)
+    for replica, device in zip(made, devices, strict=True):
+        if isinstance(replica, Follows):
+            replica.follow(device)
     for name, child in module._modules.items():
-        made._modules[name] = None if child is None else _replica(child, device, sent)
+        parts = [None] * len(devices) if child is None else _replicas(child, devices, sent)
+        for replica, part in zip(made, parts, strict=True):
+            replica._modules[name] = part
     return made
+
+
+class _Copies(torch.autograd.Function):
+    """The weight itself, then its copies on all devices but the first. Backward: the sum of their gradients, in this order."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, devices: Sequence[torch.device], sent: Counter[str]) -> tuple[Tensor, ...]:
+        ctx.sent = sent
+        sent["broadcast"] += (len(devices) - 1) * weight.nbytes
+        return weight.view_as(weight), *(weight.to(device, copy=True) for device in devices[1:])
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, *others: Tensor) -> tuple[Tensor, None, None]:
+        for grad in others:
+            ctx.sent["reduce"] += grad.nbytes
+            first = first + grad.to(first.device)
+        return first, None, None
 
 
 def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], meeting: _Meeting) -> list[Any]:

@@ -48,10 +48,13 @@ class Rule(ABC):
         shards."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups: one with weight decay, one without. Frozen parameters and empty groups are left out."""
+        """Return torch's parameter groups: one with weight decay, one without. Frozen parameters are left out, and empty
+        groups, unless both are empty, as on a pipeline stage without trained weights: torch needs one group."""
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in (pair for pair in parameters if pair[1].requires_grad):
             parts[self.decays(name, parameter)].append(parameter)
+        if not any(parts.values()):
+            return [{"params": [], "weight_decay": 0.0}]
         return [{"params": held, "weight_decay": self.weight_decay if decays else 0.0} for decays, held in parts.items() if held]
 
 

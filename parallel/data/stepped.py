@@ -94,8 +94,9 @@ class Stepped(OfStages):
         return False
 
     def step(self, lr: float, *, factor: float = 1.0) -> None:
-        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        with at_rate(lr, factor, self.optimizer, weights=self.parameters.values(), grads=grads):
+        weights = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        grads = [parameter.grad for parameter in weights if parameter.grad is not None]
+        with at_rate(lr, factor, self.optimizer, weights=weights, grads=grads):
             self.optimizer.step()
         self.drop_gradients()
 

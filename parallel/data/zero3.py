@@ -185,7 +185,7 @@ class Zero3(DeepSpeed):
 
     def tensors(self) -> Iterator[Held]:
         """Yield this rank's partitions that are not on a disk. For each sub-group of parameters: the master weights, their optimizer
-        states, then the weights that the model reads. No other rank has copies."""
+        states, then the weights that the model reads; then frozen weights. No other rank has copies."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):
@@ -193,6 +193,8 @@ class Zero3(DeepSpeed):
             working = zero.fp16_partitioned_groups_flat[number]
             if working is not None and working.numel():
                 yield Held(f"partition {number}", "working weight", working)
+        frozen: Any = {name: parameter for name, parameter in self.parameters.items() if not parameter.requires_grad}
+        yield from (Held(name, "weight", parameter.ds_tensor) for name, parameter in frozen.items() if parameter.ds_tensor.numel())
 
     def summed_gradients(self) -> Iterator[Held]:
         return (

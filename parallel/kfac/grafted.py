@@ -11,7 +11,7 @@ no inverses yet, take AdamW's step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from parallel.data.stepped import Stepped
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac, Linear
 from parallel.optim.shared import AdamWExcept, Group, decay_and_subtract
+from parallel.watch.audit import Held, copies_of
 
 
 class Grafted(AdamWExcept):
@@ -85,6 +86,13 @@ class KfacEngine:
     def drop_gradients(self) -> None:
         self.kfac.discard_step()
         self.engine.drop_gradients()
+
+    def tensors(self) -> Iterator[Held]:
+        """Yield the engine's tensors, running factors and inverses. Sums and next inverses are left out, because passes write them."""
+        yield from self.engine.tensors()
+        for (kind, name), factor in self.kfac.factors.items():
+            yield copies_of(name, f"factor {kind}", factor.running, factor.layout)
+            yield copies_of(name, f"inverse {kind}", factor.inverse, factor.layout)
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         self.engine.load_state(names, load, steps=steps)

@@ -81,7 +81,7 @@ class StageReplicas:
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], mesh: Mesh, *, of_stage: dict[int, list[str]]
     ) -> None:
-        self.shared = {name: parameter for name, parameter in parameters.items() if layouts[name].holders}
+        self.shared = {name: parameter for name, parameter in parameters.items() if layouts[name].holders and parameter.requires_grad}
         self.layouts, self.mesh, self.of_stage = layouts, mesh, of_stage
         self.running: list[StartedSum] = []
         self.started: set[str] = set()  # names whose all-reduce has started in this step
@@ -162,12 +162,13 @@ class _Plan:
 class Runtime:
     """Runs one rank of a pipeline.
     schedule: the schedule of one batch. axis: the pipeline's ranks. links: sends and receives. replicas: all-reduces the gradients of
-    parameters that several pipeline ranks hold."""
+    parameters that several pipeline ranks hold. trained_from: the first stage that has trained weights."""
 
     schedule: Schedule
     axis: Axis
     links: Links
     replicas: StageReplicas | None = None
+    trained_from: int = 0
     _agreed: set[int] = field(default_factory=set)  # hashes of schedules and shapes that are known to be equal on all ranks
     _plans: dict[int, _Plan] = field(default_factory=dict)  # id(schedule) -> its plan
     _forwards: dict[int, Schedule] = field(default_factory=dict)  # number of micro-batches -> a schedule of forward passes only
@@ -240,7 +241,7 @@ class _Run:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         x = self.results.pop((True, stage - 1, microbatch)) if stage else None
-        if x is not None and self.train:
+        if x is not None and self.train and stage > self.runtime.trained_from:
             x.requires_grad_()
         output = self.work.forward(stage, microbatch, x)
         if self.train:
@@ -261,8 +262,9 @@ class _Run:
         else:
             self.work.backward(output, gradient)
         if x is not None:
-            assert x.grad is not None
-            self.results[False, stage, microbatch] = x.grad.contiguous()
+            unread = stage <= self.runtime.trained_from  # the schedule sends a gradient that no stage needs
+            assert unread or x.grad is not None
+            self.results[False, stage, microbatch] = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
 
     def _check_equal(self) -> None:
         """Raise BadInput on all ranks if any two ranks have different schedules, shapes or dtypes. A combination that was equal before

@@ -129,7 +129,6 @@ def test_two_ranks_train_as_one_process_does(three_steps: None) -> None:
 
 MAY_NAME = {
     "moe/checks/together.py": "experts.zero, another key",
-    "moe/checks/frozen.py": "a fix that sets sharding.kind",
     "moe/plan/choose/candidates.py": "what bounds the degrees that a planner tries",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/plan/search/runnable.py": "presets of what a planner tries",

@@ -98,8 +98,8 @@ def _ahead(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _frozen(network: Network, plan: Plan) -> Iterator[str]:
-    if plan.pp > 1 and (network.frozen_layers or {"attention", "norms"} <= set(network.frozen)):
-        yield f"degrees.pp={plan.pp} does not go with whole layers in train.freeze"
+    if plan.pp > 1 and plan.carrier.steps == "elements" and (network.frozen_layers or {"attention", "norms"} <= set(network.frozen)):
+        yield f"degrees.pp={plan.pp} with {plan.engine} does not go with whole layers in train.freeze"
 
 
 def _adapters(network: Network, plan: Plan) -> Iterator[str]:

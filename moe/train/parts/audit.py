@@ -24,6 +24,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from moe.experts.experts import in_blocks
 from moe.model.transformer import Block, Transformer, extra_state
 from moe.train.parts.numbers import Numbers
 from parallel.data.engine import Engine
@@ -105,11 +106,13 @@ class Auditor:
         return lines_of_all([str(one) for one in found], self.world)
 
     def _held(self) -> list[Held]:
-        """Return this rank's weights, optimizer states, and routers' biases."""
+        """Return this rank's weights, also frozen ones, optimizer states, and routers' biases."""
         extra = extra_state(self.engine.module)
         holders = {f"layers.{n}": self.engine.layouts[f"layers.{n}.ffn_norm.weight"].holders for n in _layers(self.engine.module)}
+        blocks = [(name, kind, t, layout) for name, held, layout in in_blocks(self.engine.module) for kind, t in held.tensors.items()]
         return [
             *self.engine.tensors(),
+            *(copies_of(*one) for one in blocks),
             *(copies_of(name, "value", t, Layout((), holders=holders[".".join(name.split(".")[:2])])) for name, t in extra.items()),
         ]
 

@@ -109,14 +109,17 @@ class Rebalancer:
         return f"layer {number}: {before / total:.3f} to {after / total:.3f} of the load"
 
     def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
-        """Move weights and optimizer states of a layer's experts between ranks, from placement `now` to placement `then`. updates:
-        optimizer steps made so far. Collective."""
+        """Move weights, optimizer states and quantized blocks of a layer's experts between ranks, from placement `now` to placement `then`.
+        updates: optimizer steps made so far. Collective."""
         ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
         states = {
             name: {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()} for name in self._names(layer)
         }
         self._place(layer, then)
         self.engine.load_state(list(states), given(states), steps=updates)
+        for blocks, _ in layer.experts.blocks.values():
+            for tensor in blocks.tensors.values():
+                tensor.copy_(exchange_experts(tensor.view(torch.uint8), now, then, ep).view(tensor.dtype))
 
     def _names(self, layer: MoELayer) -> list[str]:
         own = {id(parameter) for parameter in layer.experts.parameters()}
@@ -127,6 +130,8 @@ class Rebalancer:
         ep = self.mesh.axis("ep")
         for name in self._names(layer):
             self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
+        for name, (blocks, layout) in layer.experts.blocks.items():
+            layer.experts.blocks[name] = blocks, replace(layout, placement=then)
         places = len(then) // ep.size
         layer.experts.held = then[ep.index * places : (ep.index + 1) * places]
         layer.dispatcher = layer.dispatcher.layer(f"layers.{layer.layer}", then)

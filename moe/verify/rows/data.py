@@ -162,6 +162,7 @@ def _options_cases() -> list[Case]:
     found += [Case("kfac_at_once", "ddp", world, world, m, "bf16", casts=casts) for world, m, casts in ((1, 3, "use"), (2, 1, "step"))]
     found += [Case("kfac_at_once", "ddp", 2, 2, 3, "fp16", overflow=True)]
     found += [Case("lora", "ddp", 2, 1, 1, "fp32", etp=2), Case("frozen", "ddp", 2, 2, 1, "fp32")]
+    found += [Case("frozen_stage", kind, n, 1, 3, "fp32", pp=2, schedule="zb_h1") for kind, n in (("ddp", 2), ("fsdp", 4))]
     # a step that is clipped must leave nothing to the next one that is not
     clipped = (("ddp", 1), ("zero1", 2), ("zero3", 2))
     found += [Case("clipped", kind, world, 1, 1, "fp32", padded=True) for kind, world in clipped]

@@ -6,6 +6,7 @@ The faults are some of those of `python -m tests.campaigns corruption`.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,9 +145,37 @@ def test_a_table_on_two_stages_is_mended_within_a_stage_or_from_the_other(tmp_pa
     assert len(set(ends)) == 1 and "weight of embedding on ranks 0, 3" in ends[0] and "no copy is known to be intact" in ends[0]
 
 
+@pytest.mark.parametrize("number", [0, 3], ids=["factor", "inverse"])
+def test_kfac_counts_an_audited_step_once_and_its_factors_are_repaired(number: int, home: Path) -> None:
+    """A refresh begins in every second step. Also in audited steps, it counts each row once."""
+    recipe = partial(trained.recipe, home, degrees={"ep": 1}, optimizer={"kind": "kfac", "kfac": {"refresh_every": 2, "delay": 1}})
+    sizes = {"global_batch": 6, "eval_sequences": 6}
+
+    def spoil(rank: int) -> None:
+        made, auditors = audit.Auditor.__init__, list[audit.Auditor]()
+
+        def noted(self: audit.Auditor, *args: Any, **more: Any) -> None:
+            made(self, *args, **more)
+            auditors.append(self)
+
+        audit.Auditor.__init__ = noted  # type: ignore[method-assign]
+        held = lambda: [one for one in auditors[0].engine.tensors() if one.kind in ("factor A", "inverse G")]  # noqa: E731
+        if rank == 1:
+            trained.on_line(4, lambda: corruption.flip(held()[number].tensor, 7, 0.3))
+
+    trained.train(recipe(train=sizes), home / "plain", ranks=3)
+    trained.train(recipe(train=sizes | {"audit_every": 1}), home / "audited", ranks=3)
+    trained.train(recipe(train=sizes | {"audit_every": 5}), home / "spoilt", ranks=3, before=spoil)
+    for out in ("audited", "spoilt"):
+        assert trained.losses(home / out) == trained.losses(home / "plain")
+        assert trained.tensors(home / out / "checkpoints" / "step-6") == trained.tensors(home / "plain" / "checkpoints" / "step-6")
+    assert _events(home / "audited") == []
+    (event,) = _events(home / "spoilt")
+    assert event["step"] == 5 and f"{'inverse G' if number else 'factor A'} of" in event["found"]
+
+
 def test_two_deterministic_runs_are_bitwise_equal(home: Path) -> None:
-    """`train.deterministic` on three ranks, also for an interrupted and resumed run; torch's setting is restored at the end. DP is
-    refused, because its threads add gradients in any order."""
+    """`train.deterministic` on three ranks, also for an interrupted and resumed run; torch's setting is restored at the end."""
     recipe = trained.recipe(home, train={"deterministic": True, "global_batch": 6, "eval_sequences": 6}, degrees={"ep": 1})
 
     def during(rank: int) -> None:
@@ -162,14 +191,22 @@ def test_two_deterministic_runs_are_bitwise_equal(home: Path) -> None:
     with deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(BadInput, match=r"train.deterministic: got true with sharding.kind=dp"):
-        check_run(corruption.build_run({"train": {"deterministic": True}, "sharding": {"kind": "dp"}}), 1)
+
+
+def test_replicas_in_threads_give_the_same_bits_again_and_pass_audits(home: Path) -> None:
+    recipes = {name: {"deterministic": True, "global_batch": 6, "eval_sequences": 6} | audits for name, audits in
+               (("a", {}), ("b", {}), ("audited", {"audit_every": 2}))}  # fmt: skip
+    for name, train in recipes.items():
+        dp = trained.recipe(home, train=train, sharding={"kind": "dp", "replicas": 3})
+        assert isinstance(trained.train(dp, home / name, forked=True)[0], dict)
+    for name in ("b", "audited"):
+        assert trained.losses(home / "a") == trained.losses(home / name)
+        assert trained.tensors(home / "a" / "checkpoints" / "step-6") == trained.tensors(home / name / "checkpoints" / "step-6")
+    assert _events(home / "audited") == []
 
 
 def test_what_cannot_be_computed_twice_is_refused() -> None:
     for sections, ranks in (
-        ({"optimizer": {"kind": "kfac"}}, 1),
-        ({"sharding": {"kind": "dp"}}, 1),
         (
             {
                 "degrees": {"pp": 2},

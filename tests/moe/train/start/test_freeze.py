@@ -67,6 +67,35 @@ def test_three_steps_on_ranks_are_the_plain_twins() -> None:
         assert farthest(ran[0], Frozen(case.model, "ddp", 1, 1, 1, "fp32", freeze=case.freeze)) < 1e-5, case.layout
 
 
+WHOLE_STAGES = (("embedding", "layers.0"), ("layers.1", "head", "norms"))  # all weights of the first of two stages, or of the last
+
+
+@pytest.mark.usefixtures("three_steps")
+def test_a_stage_without_trained_weights_passes_gradients_on() -> None:
+    """The first of two stages has no gradient, or the last only that of its input. Every optimizer makes a step without parameters."""
+    cases: list[Case] = [
+        Frozen("switch", "ddp", 2, 1, 3, "fp32", pp=2, schedule=schedule, freeze=parts)
+        for schedule in ("1f1b", "zb_h1")
+        for parts in WHOLE_STAGES
+    ]
+    cases += [Frozen("switch", "ddp", 2, 1, 3, "fp32", pp=2, freeze=WHOLE_STAGES[0], optimizer=kind) for kind in ("muon", "kfac", "sgd")]
+    cases += [Frozen("switch", "ddp", 2, 1, 3, "fp32", pp=2, schedule="zb_v", layers=4, freeze=("embedding", "layers.0-1"))]
+    alike = ["kind", "schedule", "pp", "world"]
+    for case, ran in run_world(cases, 2):
+        assert isinstance(case, Frozen)
+        twin = replace(case, **{name: getattr(Frozen("switch", "ddp", 1, 1, 3, "fp32"), name) for name in alike})
+        assert not isinstance(ran, str), (case.layout, ran)
+        assert max(compare(ran[0], compute(twin)).values()) < 1e-5, case.layout
+
+
+@pytest.mark.usefixtures("three_steps")
+def test_engines_on_a_stage_without_trained_weights() -> None:
+    cases: list[Case] = [Frozen("switch", kind, 4, 2, 3, "fp32", pp=2, freeze=parts) for kind in ("ddp", "fsdp") for parts in WHOLE_STAGES]
+    for case, ran in run_world(cases, 4):
+        assert isinstance(case, Frozen)
+        assert farthest(ran[0], Frozen("switch", "ddp", 1, 1, 1, "fp32", freeze=case.freeze)) < 1e-5, case.layout
+
+
 @pytest.mark.usefixtures("three_steps")
 def test_kfac_on_two_ranks_is_that_of_one_with_frozen_parts() -> None:
     case = Frozen("switch", "ddp", 1, 1, 1, "fp32", freeze=("attention", "experts"), optimizer="kfac")
@@ -112,6 +141,22 @@ def test_a_run_keeps_frozen_weights_without_moments_and_continues(cut: Path, hom
     assert str(refused).startswith("train.freeze: got [], needed [router, embedding], as in step-6, which has optimizer states")
 
 
+def test_a_run_with_a_frozen_stage_is_that_of_one_process_and_continues(home: Path, tmp_path: Path) -> None:
+    run = trained.recipe(home, train={"freeze": ["embedding", "layers.0"], "audit_every": 2}, degrees={"dp": 1, "pp": 2})
+    trained.train(frozen(home, freeze=["embedding", "layers.0"]), tmp_path / "one")
+    trained.train(run, tmp_path / "whole", ranks=2)
+    trained.train(run, tmp_path / "cut", ranks=2, before=trained.stop_at(4))
+    assert isinstance(trained.train(run, tmp_path / "cut", ranks=2)[0], dict)
+    assert trained.losses(tmp_path / "cut") == trained.losses(tmp_path / "whole")
+    name = "checkpoints/step-6"
+    assert trained.tensors(tmp_path / "cut" / name) == trained.tensors(tmp_path / "whole" / name)
+    one, two = (Reader(tmp_path / out / name) for out in ("one", "whole"))
+    assert one.entries.keys() == two.entries.keys()
+    for entry, kind in one.entries:
+        box = tuple(slice(0, size) for size in one.names(kind)[entry])
+        torch.testing.assert_close(two.region(entry, kind, box), one.region(entry, kind, box), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("parts", "others", "said"),
     [
@@ -125,7 +170,7 @@ def test_a_run_keeps_frozen_weights_without_moments_and_continues(cut: Path, hom
         ),
         (["experts", "norms"], {"model": {"moe_every": 0}}, "got experts, needed layers with experts; fix: set it to \\[norms\\]"),
         (["layers.0-1", "embedding", "norms"], {}, "got all of the model"),
-        (["layers.0"], {"degrees": {"pp": 2}}, "got layers.0 with degrees.pp=2"),
+        (["layers.0"], {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 1}}, "got layers.0 with degrees.pp=2 and zero1"),
     ],
 )
 def test_bad_parts_are_one_line(parts: list[str], others: dict[str, Any], said: str, home: Path) -> None:

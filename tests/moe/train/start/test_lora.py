@@ -235,7 +235,6 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
         ),
         ({"lora": {"rank": 4}, "tiling": {"ffn": 2}}, "tiling.ffn: got 2 with lora.rank=4"),
         ({"lora": {"rank": 4}, "optimizer": {"kind": "kfac"}}, "optimizer.kind: got kfac with lora.rank=4"),
-        ({"lora": {"rank": 4}, "train": {"audit_every": 2}}, "train.audit_every: got 2 with lora.rank=4"),
     ],
 )
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
