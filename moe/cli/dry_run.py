@@ -8,6 +8,7 @@ from moe.checks.advice import check_for_user
 from moe.checks.together import check_run
 from moe.cli.plan import shares
 from moe.launch import exit_codes
+from moe.plan.choose import predicted
 from moe.plan.choose.choose import described
 from moe.plan.choose.predicted import Place, Prediction, predict, settled
 from moe.plan.job.counts import held
@@ -17,7 +18,6 @@ from moe.plan.job.of_recipe import network_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import CONTEXT_BYTES
 from moe.recipe.sections import Run
-from moe.records import prediction
 from moe.records.summary import count, size
 
 
@@ -32,11 +32,11 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
     for line in _lines(checked, world, found):
         print(line)
     if found.over_bytes > 0:
-        refused = prediction.refusal(found, run, world, checked=check_run)
+        refused = predicted.refusal(found, run, world, checked=check_run)
         if not force:
             raise refused
         print(f"it would not fit: {refused.got}")
-    elif warned := prediction.warning(found):
+    elif warned := predicted.warning(found):
         print(warned)
     print("nothing was started and nothing written (--dry-run)")
     return exit_codes.DONE
@@ -85,5 +85,5 @@ def _memory(found: Prediction) -> str:
 
 def _time(found: Prediction) -> str:
     if found.time is None:
-        return f"not predicted: {prediction.CALIBRATE} measures this machine, or name a cluster (--cluster)"
-    return f"{prediction.seconds(found.time.step)}: {shares(found.time.parts, found.time.step)}"
+        return f"not predicted: {predicted.CALIBRATE} measures this machine, or name a cluster (--cluster)"
+    return f"{predicted.seconds(found.time.step)}: {shares(found.time.parts, found.time.step)}"

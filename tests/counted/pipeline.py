@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moe.bench.grids.stages import Stages, connect, descend, runtime_for, schedule_for
+from moe.bench.grids.pipeline import Stages, connect, descend, runtime_for, schedule_for
 from moe.launch import exit_codes
 from moe.recipe.sections import Model
 from moe.records.results import write_json

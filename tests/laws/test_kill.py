@@ -19,7 +19,7 @@ import pytest
 
 from moe.recipe.sections import Run
 from moe.records import metrics
-from moe.train.loop import ending
+from moe.train.loop import recorded
 from moe.train.start import state
 from parallel.store import checkpoint, files, stored
 from tests.support import trained
@@ -246,7 +246,7 @@ def test_killed_over_and_over(unkilled: Callable[[str], tuple[Run, Path]], tmp_p
 
     def before_the_summary(rank: int, die: Callable[[], None]) -> None:
         if rank == 0:
-            _replace(ending, "write_summary", lambda real, *a: die())
+            _replace(recorded, "write_summary", lambda real, *a: die())
 
     deaths = [
         in_save(before_the_first_byte, step=2, rank=1),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.bench.grids.stages import Stages, connect, runtime_for, schedule_for
+from moe.bench.grids.pipeline import Stages, connect, runtime_for, schedule_for
 from moe.bench.timing import CPU, in_turn, ratio, slowest
 from moe.launch import exit_codes
 from moe.recipe.sections import Model

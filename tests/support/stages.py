@@ -1,4 +1,4 @@
-"""Stages of a Transformer for the pipeline runtime (moe/bench/grids/stages.py), and their random tokens."""
+"""Stages of a Transformer for the pipeline runtime (moe/bench/grids/pipeline.py), and their random tokens."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.records.tracker import Board
-from moe.train.loop import ending, trainer
+from moe.train.loop import recorded, trainer
 from parallel.errors import BadInput, Ended
 from parallel.process.process import World
 from parallel.store.stored import Reader
@@ -52,10 +52,10 @@ def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    patch.setattr(ending, "matmul_flops", lambda run, device: 1e9)
+    patch.setattr(recorded, "matmul_flops", lambda run, device: 1e9)
     patch.setattr(trainer, "check_precision", lambda run, world: None)  # fp16 is tested on processors that emulate it, too
-    patch.setattr(ending, "sample", lambda *_, **__: "text")
-    patch.setattr(ending, "source_commit", lambda: None)
+    patch.setattr(recorded, "sample", lambda *_, **__: "text")
+    patch.setattr(recorded, "source_commit", lambda: None)
     patch.setattr(moe.report, "write_report", lambda out: None)
     patch.setattr(metrics, "open_tensorboard", lambda folder, *, first_step: Board(lambda values, step, time: None, lambda: None))
     (folder / "text.txt").write_text(words(3000, seed=0))

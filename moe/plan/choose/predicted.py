@@ -1,6 +1,7 @@
 """Predicts a run's memory and time before it starts. If it does not fit into memory, finds a change of the recipe with which it fits.
 
     predict(run, Place)     bytes by moe/plan/memory/memory.py; seconds by moe/plan/time/cost.py, if the cluster is known
+    line, warning, refusal  the prediction in words for the user; `compared` adds the measurements for the summary
     change_that_fits(run)   the first of these changes that works. The cheapest in time come first:
 
     1  recompute of activations: selective, full            4  change 2 or 3, or both, with full recompute
@@ -11,7 +12,7 @@
 A run is refused only if a lower bound of its memory is too large. On a GPU, the bound is the bytes of tensors, without the allocator's
 reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit into its memory, and the tensors of one rank into the process's
 `ulimit`. The bound assumes that experts' rows are divided equally among the ep ranks. If only the full prediction is too large, the run may
-fit, and a warning is printed (moe/records/prediction.py). This file needs no torch.
+fit, and a warning is printed. This file needs no torch.
 
 A change is printed only if the changed recipe passes its checks and is predicted to fit. Source of the order: the guide
 (moe/plan/choose/guide.py); of change 6: ZeRO-Infinity (arXiv 2104.07857), section 3.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from moe.plan.choose.recipe_of import Values, with_values
 from moe.plan.job.network import Network, Plan
@@ -31,12 +32,14 @@ from moe.plan.memory.memory import CONTEXT_BYTES, RESERVED, Memory, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU, Stack
 from moe.plan.time.cost import Time, step_time
 from moe.recipe.sections import Run
+from moe.records.summary import size
 from parallel.data.kinds import ENGINES, offloading
 from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput
-from parallel.fixes import Fix, typed
+from parallel.fixes import Fix, Words, typed
 
 SHORTEST = 64  # tokens: shorter sequences are not proposed
+CALIBRATE = "moe plan --calibrate"
 
 
 @dataclass(frozen=True)
@@ -216,3 +219,78 @@ def _changes(run: Run, *, has_gpus: bool) -> Iterator[Values]:
         yield from (again[1] | less | chunked | host for less in ({}, *smaller))
     lengths = (run.model.max_length // 2**n for n in range(1, 8) if run.model.max_length // 2**n >= SHORTEST)
     yield from (again[1] | less | chunked | {"model.max_length": length} for length in lengths for less in ({}, *smaller))
+
+
+# --- what is printed -----------------------------------------------------------------------------------------------------
+
+
+def line(found: Prediction) -> str:
+    """Return the line that is printed at the start of a run: bytes of tensors on the fullest rank, and seconds per step."""
+    of = "" if found.tightest is None else f" of {size(found.tightest.limit)}"
+    said = f"predicted: {size(found.rank_bytes)} of tensors on the fullest rank{of}, "
+    if found.time is None or found.place.cluster is None:
+        return f"{said}time not predicted ({CALIBRATE} measures this machine)"
+    return f"{said}{seconds(found.time.step)} a step ({found.place.cluster.name})"
+
+
+def warning(found: Prediction) -> str | None:
+    """Return a warning if tensors alone fit into the device's memory, but not together with the allocator's reserve (blocks that it keeps
+    unused) and the CUDA context; else None."""
+    limit = found.place.limit_bytes
+    if limit is None or found.over_bytes > 0 or found.needed_bytes <= limit:
+        return None
+    return f"it may not fit: with the allocator's reserve and the CUDA context, a device needs {size(found.needed_bytes)} of {size(limit)}"
+
+
+def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
+    """Return the error for a run that is predicted not to fit, with a fix. run: the recipe, with its "auto" values. checked: function
+    of (recipe, world) that replaces "auto" values, and raises BadInput for a recipe that is refused."""
+    bound = found.tightest
+    assert bound is not None
+    change = change_that_fits(
+        run, world, fits=lambda changed: predict(changed, found.place).fits, checked=checked, has_gpus=found.place.kind == "cuda"
+    )
+    return BadInput(
+        "memory",
+        got=f"a prediction of {size(bound.least)} of tensors {bound.where}, {size(bound.over)} too much",
+        needed=f"at most {size(bound.limit)}",
+        fix=_fix(change, found, bound) | "--force starts the run anyway",
+    )
+
+
+def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
+    if change is not None:
+        then = predict(change.run, found.place)
+        host = sum(then.fullest.host.values()) if then.place.kind == "cuda" else 0.0
+        assert then.tightest is not None
+        more = f", and {size(host)} in the memory of its host" if host else ""
+        return Words(f"{change.fix}: then {size(then.tightest.least)}{more}", change.fix)
+    many = f"with about {bound.least / bound.limit:.1f} times as much" if bound.limit > 2**20 else "with more"
+    disk = "put model states on a disk (sharding.offload), or " if found.place.kind == "cpu" else ""
+    return Words(f"{disk}use ranks {many} memory together (moe plan chooses a layout)")
+
+
+def compared(found: Prediction, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None) -> dict[str, Any]:
+    """Return prediction, measurements and their ratios (measured / predicted) for the summary. found: the prediction. memory_bytes:
+    measured peak. beside_bytes: memory of a CPU process other than tensors; it is part of the measured peak, so for the ratio it is added
+    to the prediction. step_seconds: measured, or None."""
+    step, cluster = None if found.time is None else found.time.step, found.place.cluster
+    return {
+        "memory_bytes": found.rank_bytes,
+        "step_seconds": step,
+        "cluster": None if cluster is None else cluster.name,
+        "beside_bytes": beside_bytes,
+        "measured_memory_bytes": memory_bytes,
+        "measured_step_seconds": step_seconds,
+        "memory_ratio": _ratio(memory_bytes, found.rank_bytes + beside_bytes),
+        "step_ratio": _ratio(step_seconds, step),
+    }
+
+
+def _ratio(measured: float | None, predicted: float | None) -> float | None:
+    return measured / predicted if measured is not None and predicted else None
+
+
+def seconds(value: float) -> str:
+    """Format seconds with three digits and a unit."""
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

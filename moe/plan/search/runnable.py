@@ -25,7 +25,7 @@ from typing import Literal
 from moe.plan.job.cut import cut
 from moe.plan.job.network import Plan, Recomputed
 from moe.plan.operators.links import Machine, Mesh
-from moe.plan.search.inter_op import total
+from moe.plan.search.alpa import total
 from moe.plan.search.strategies import AGAIN, LATER, WHOLE, Cost, Settings, Sharded, Strategy, change, read_together, strategy
 from parallel.annotations.graph import Graph, Operator
 from parallel.mesh.mesh import divisors

@@ -1,6 +1,6 @@
 """Searches over a whole graph. Each returns a Plan that the trainer can run.
 
-    alpa        strategies for each submesh and logical shape by intra_op.py, then stages by inter_op.py
+    alpa        strategies for each submesh and logical shape, then stages, both by alpa.py
     flexflow    placements of every operator by mcmc.py, without stages
     both        then the fastest plan that the trainer can run, by the cost model of the same search
 
@@ -22,9 +22,8 @@ import numpy as np
 
 from moe.plan.job.network import Plan
 from moe.plan.operators.links import Machine
+from moe.plan.search.alpa import Stage, inter_op, intra_op
 from moe.plan.search.execution import Placed, Simulator, run
-from moe.plan.search.inter_op import Stage, inter_op
-from moe.plan.search.intra_op import intra_op
 from moe.plan.search.mcmc import legal, mcmc
 from moe.plan.search.runnable import RECOMPUTED, Runnable
 from moe.plan.search.strategies import Cost, Settings, Strategy

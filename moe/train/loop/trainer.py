@@ -21,8 +21,7 @@ from moe.recipe.sections import Run
 from moe.records.redone import Restart
 from moe.records.tracker import check_trackers
 from moe.train.loop.advance import advance
-from moe.train.loop.ending import finish
-from moe.train.loop.recorded import count, evaluate, record, refuse_endless_skips, was_evaluated
+from moe.train.loop.recorded import count, evaluate, finish, record, refuse_endless_skips, was_evaluated
 from moe.train.parts.callbacks import Callback
 from moe.train.parts.energy_clocks import planned_clocks
 from moe.train.parts.profile import Recording, first_of_its_stage

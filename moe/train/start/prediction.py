@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from moe.checks.together import check_run
+from moe.plan.choose import predicted
 from moe.plan.choose.predicted import Place, Prediction, predict
 from moe.plan.job import flops
 from moe.plan.job.of_recipe import state_bytes
 from moe.plan.machine.cluster import load_cluster, measured_cluster
 from moe.recipe.sections import Run
-from moe.records import prediction
 from moe.records.summary import count, size
 from moe.train.start.place import maxima, own_peak_bytes
 from parallel.data.engine import Engine
@@ -84,13 +84,13 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
     if found is None:
         return None
     found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # limits of the rank with the least memory
-    say(prediction.line(found))
+    say(predicted.line(found))
     if found.over_bytes > 0:
-        refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
+        refused = predicted.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
         if not force:
             raise refused
         say(f"starting nevertheless (--force): {refused.got}")
-    elif warned := prediction.warning(found):
+    elif warned := predicted.warning(found):
         say(warned)
     return found
 
@@ -158,7 +158,7 @@ class Measured:
         memory_bytes, beside_bytes, step_seconds = maxima(measured, mesh.axis("world"))
         if found is None or not self.seconds:
             return None
-        return prediction.compared(found, memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)
+        return predicted.compared(found, memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -12,7 +12,7 @@ from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.lora import adapt, freeze, is_adapter
 from moe.parallelize.build import laid_out
-from moe.plan.choose.predicted import Place, predict
+from moe.plan.choose.predicted import Place, predict, refusal
 from moe.plan.choose.recipe_of import with_values
 from moe.plan.job import counts
 from moe.plan.job.flops import core_forward, size
@@ -26,7 +26,6 @@ from moe.plan.time.cost import step_time
 from moe.plan.time.stage_time import own_program
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.records.prediction import refusal
 from moe.rehearse import walk
 from parallel.mesh.mesh import Mesh
 from parallel.process.fork import run_on_ranks

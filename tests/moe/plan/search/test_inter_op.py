@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from moe.plan.search.inter_op import inter_op
+from moe.plan.search.alpa import inter_op
 from parallel.errors import BadInput
 
 

@@ -10,7 +10,7 @@ from math import inf, prod
 import pytest
 
 from moe.plan.operators.links import Link, Mesh
-from moe.plan.search.intra_op import intra_op
+from moe.plan.search.alpa import intra_op
 from moe.plan.search.strategies import LATER, WHOLE, Settings, candidates, change, cost_of, read_together
 from parallel.annotations.graph import Dim, Graph, Operator
 from parallel.errors import BadInput

@@ -34,7 +34,7 @@ from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Optimizer, Run
 from moe.records import metrics, results
 from moe.records.summary import summary_rows
-from moe.train.loop import advance, ending, recorded, trainer
+from moe.train.loop import advance, recorded, trainer
 from moe.train.loop.step import validation_loss
 from moe.train.parts.learning_rate import learning_rate
 from moe.train.start import opening
@@ -47,9 +47,9 @@ from parallel.store.lock import HELD
 from tests.support import trained
 
 REAL = [
-    (ending, "sample", generate.sample),
-    (ending, "matmul_flops", results.matmul_flops),
-    (ending, "source_commit", results.source_commit),
+    (recorded, "sample", generate.sample),
+    (recorded, "matmul_flops", results.matmul_flops),
+    (recorded, "source_commit", results.source_commit),
     (moe.report, "write_report", moe.report.write_report),
     (metrics, "open_tensorboard", metrics.open_tensorboard),
 ]

@@ -21,7 +21,7 @@ from moe.data.given import open_given
 from moe.parallelize.build import whole_layouts
 from moe.parallelize.engines import check_given, given_of
 from moe.recipe.sections import Run
-from moe.train.loop import ending, trainer
+from moe.train.loop import recorded, trainer
 from moe.train.parts.callbacks import Now
 from moe.train.use import opened
 from parallel.errors import BadInput
@@ -341,7 +341,7 @@ def test_files_of_chats_that_differ_are_refused_on_all_ranks(home: Path, tmp_pat
 
 def test_the_sample_of_a_run_of_chats_is_an_answer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[str] = []
-    monkeypatch.setattr(ending, "sample", lambda *_, prompt, **__: prompts.append(prompt) or "text")
+    monkeypatch.setattr(recorded, "sample", lambda *_, prompt, **__: prompts.append(prompt) or "text")
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}")
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]}
