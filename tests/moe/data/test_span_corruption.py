@@ -5,6 +5,9 @@ Only these tests detect a lost hidden token, a span too many, sentinels in anoth
 
 from __future__ import annotations
 
+import hashlib
+import math
+import struct
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +75,51 @@ def test_inputs_and_targets_together_are_the_text(inputs: int) -> None:
         assert isinstance(data.inner, TrainSet)
         texts = data.inner.batch(step, TokenShard.whole(12, s.text))[:, :-1]
         assert [put_together(row, inputs) for row in rows] == texts.tolist()
+
+
+def drawn(place: int, size: int, seed: int, draw: int) -> int:
+    """One image of `permutation`, in Python's integers."""
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    keys = struct.unpack("<8Q", hashlib.sha512(f"spans {seed} {draw}".encode()).digest())
+    while True:
+        row, column = divmod(place, columns)
+        for n, key in enumerate(keys):
+            x = (row if n % 2 else column) + key & 2**64 - 1
+            x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+            x = (x ^ x >> 27) * 0x94D049BB133111EB & 2**64 - 1
+            x ^= x >> 31
+            row, column = (row, (column + x) % columns) if n % 2 else ((row + x) % rows, column)
+        place = row * columns + column
+        if place < size:
+            return place
+
+
+def one_by_one(text: list[int], inputs: int, place: int, side: int, *, seed: int) -> list[int]:
+    """Return the row of one text: its parts, cut and joined one after another."""
+    s = spans_of(inputs)
+    lengths = []
+    for tokens, draw in ((s.text - s.hidden, 4 * place + 2 * side), (s.hidden, 4 * place + 2 * side + 1)):
+        ends = sorted(drawn(n, tokens - 1, seed, draw) + 1 for n in range(s.num_spans - 1))
+        lengths.append([end - start for start, end in zip([0, *ends], [*ends, tokens], strict=True)])
+    read: list[int] = []
+    written: list[int] = []
+    for number, (kept, hidden) in enumerate(zip(*lengths, strict=True)):
+        read += [*text[:kept], V - 1 - number]
+        written += [V - 1 - number, *text[kept : kept + hidden]]
+        text = text[kept + hidden :]
+    return [*read, END, 0, *written, END]
+
+
+@pytest.mark.parametrize("inputs", [5, 16, 33, 128, 512])
+def test_a_batch_of_texts_is_cut_as_one_text_after_another(inputs: int) -> None:
+    """The rows are functions of seed and index that no release may change: a resumed run goes on with the same spans."""
+    draw = np.random.default_rng(inputs)
+    for count in (0, 1, 7):
+        texts, places = draw.integers(8, 200, (count, spans_of(inputs).text)), draw.integers(0, 10**6, count)
+        for side in (0, 1):
+            want = [one_by_one(t, inputs, p, side, seed=3) for t, p in zip(texts.tolist(), places.tolist(), strict=True)]
+            assert objective(inputs).rows(texts, places, side=side).tolist() == want
 
 
 def test_a_sequence_hides_other_spans_each_time_it_is_read() -> None:
