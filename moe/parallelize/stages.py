@@ -103,7 +103,8 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     if schedule.splits_backward or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
         splittable(model)
     frozen = network_of(run).unreached
-    trained_from = next((stage for stage, part in enumerate(parts) if frozen in part.layers), schedule.num_stages - 1)
+    # with frozen = 0 the first stage may have trained weights without having layers: the embedding
+    trained_from = next((stage for stage, part in enumerate(parts) if frozen in part.layers), schedule.num_stages - 1) if frozen else 0
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas, trained_from)
 
 

@@ -96,6 +96,15 @@ def test_engines_on_a_stage_without_trained_weights() -> None:
         assert farthest(ran[0], Frozen("switch", "ddp", 1, 1, 1, "fp32", freeze=case.freeze)) < 1e-5, case.layout
 
 
+@pytest.mark.parametrize("parts", [(), ("layers.0",), ("embedding", "layers.0")], ids=str)
+def test_a_first_stage_without_layers_trains_the_embedding(parts: tuple[str, ...], home: Path, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"train": {"freeze": parts, "steps": 4}, "router": {"jitter": 0.0, "group": "sequence"}}
+    staged = values | {"degrees": {"pp": 2}, "pipeline": {"layers": [0, 2], "microbatches": 2}}
+    for out, given in (("one", values), ("two", staged)):
+        assert isinstance(trained.train(trained.recipe(home, **given), tmp_path / out, ranks=1 + (out == "two"))[0], dict)
+    trained.close(tmp_path / "two", tmp_path / "one", rel=1e-6)
+
+
 @pytest.mark.usefixtures("three_steps")
 def test_kfac_on_two_ranks_is_that_of_one_with_frozen_parts() -> None:
     case = Frozen("switch", "ddp", 1, 1, 1, "fp32", freeze=("attention", "experts"), optimizer="kfac")
