@@ -219,9 +219,9 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
     """Encode the checkpoint's matrices into the model's quantized blocks (moe/nn/blocks.py), one matrix at a time. Raises BadInput for a
-    matrix that the blocks cannot hold exactly."""
+    matrix that the blocks cannot hold exactly. Experts come first: if only other matrices do not fit, the fix keeps the experts' blocks."""
     less = "fp8" if any(isinstance(module, Experts) for module in model.modules()) else "whole"
-    for path, module in model.named_modules():
+    for path, module in sorted(model.named_modules(), key=lambda named: not isinstance(named[1], Experts)):
         for name, (blocks, layout) in module.blocks.items() if isinstance(module, Experts | Linear) else ():
             where, (_, *sizes) = global_name(f"{path}.{name}"), blocks.shape
             if isinstance(module, Linear):

@@ -245,6 +245,15 @@ def test_a_base_with_other_values_is_refused(home: Path, bases: dict[str, Path],
         assert all(refused in one for one in said), said
 
 
+def test_the_fix_for_a_base_in_which_not_all_is_in_blocks_works(home: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    trained.train(trained.recipe(home, **SIZES, train={"steps": 1, "save_every": 1}), tmp_path / "plain")
+    for base, what, fix in ((tmp_path / "plain", "expert 0 of", "whole"), (bases["fp8"], "layers.0.attention.q.weight", "fp8")):
+        (said,) = trained.train(adapted(home, "fp8_all", BOTH), tmp_path / fix, init_from=base)
+        assert f"cannot hold {what}" in str(said) and str(said).endswith(f"set it to {fix}"), said
+        trained.train(adapted(home, fix, BOTH), tmp_path / f"{fix} again", init_from=base)
+        assert len(trained.losses(tmp_path / f"{fix} again")) == 2
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
