@@ -132,8 +132,7 @@ def _check_trained(run: Run) -> None:
     if run.degrees.pp > 1 and run.carrier.steps == "elements" and (layers or {"attention", "norms"} <= set(parts)):
         got = f"{', '.join(parts)} with degrees.pp={run.degrees.pp} and {run.carrier.name}"
         needed = "attention or norms trained in all layers: DeepSpeed's optimizer needs a trained weight on every rank"
-        fix = Set("sharding.kind", "ddp", "fsdp") | Set("degrees.pp", 1) | Remove(_FREEZE)
-        raise BadInput(_FREEZE, got=got, needed=needed, fix=fix)
+        raise BadInput(_FREEZE, got=got, needed=needed, fix=Set("sharding.kind", "ddp") | Set("degrees.pp", 1) | Remove(_FREEZE))
 
 
 def _lacking(run: Run) -> set[str]:

@@ -57,9 +57,9 @@ class SpanCorruption:
     def _cuts(self, tokens: int, draws: list[int]) -> Ints:
         """For each draw, cut a run of `tokens` tokens into one part for each span, at random. Return the parts' lengths int64
         [len(draws), spans], each at least 1. `draws`: numbers; each number gives other cuts."""
-        ends = np.zeros((len(draws), self.spans.num_spans + 1), dtype=np.int64)
-        inner = np.arange(self.spans.num_spans - 1)
-        ends[:, 1:-1] = np.sort(permutations(inner, size=max(1, tokens - 1), seed=self.seed, epochs=draws, of="spans")) + 1
+        inner = permutations(np.arange(self.spans.num_spans - 1), size=max(1, tokens - 1), seed=self.seed, epochs=draws, of="spans") + 1
+        inner.sort(axis=1)
+        ends = np.pad(inner, ((0, 0), (1, 1)))
         ends[:, -1] = tokens
         return np.diff(ends)
 
