@@ -23,11 +23,9 @@ def check_lora(run: Run) -> None:
     if not run.lora.rank:
         return
     _check_targets(run)
-    no_adapters, shared = (
-        Set("lora.rank", 0),
-        "tiles of a matrix would share its LoRA factors, which no tile can gather and free for itself",
-    )
-    check_others(run, "lora.rank", {"tiling.ffn": (1, shared)}, no_adapters)
+    no_adapters = Set("lora.rank", 0)
+    tiles = "tiles of a matrix would share its LoRA factors, which no tile can gather and free for itself"
+    check_others(run, "lora.rank", {"tiling.ffn": (1, tiles)}, no_adapters)
     _check_stages(run)
     _check_base(run)
     if run.optimizer.kind == "kfac":

@@ -48,8 +48,8 @@ class Rule(ABC):
         shards."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups: one with weight decay, one without. Frozen parameters are left out, and empty
-        groups, unless both are empty, as on a pipeline stage without trained weights: torch needs one group."""
+        """Return torch's parameter groups: one with weight decay, one without. Frozen parameters and empty groups are left out. A pipeline
+        stage without trained weights gets one empty group, because torch needs a group."""
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in (pair for pair in parameters if pair[1].requires_grad):
             parts[self.decays(name, parameter)].append(parameter)
