@@ -196,10 +196,14 @@ def test_a_failing_16_bit_row_passes_only_if_it_equals_one_process_with_its_orde
         assert not verify.judged(row, (wrong, None), other)["passed"]
 
 
-def test_a_failing_fp32_row_passes_only_with_the_twins_update_of_gradients_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sp", [1, 2])
+def test_a_failing_fp32_row_passes_only_with_the_twins_update_of_gradients_in_its_own_order(
+    sp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Adam magnifies the rounding of small gradients, here by a twin whose weights are 2e-5 off. The row is compared again with the twin's
-    update of one process's gradients. Weights or gradients that are 2e-5 off fail, also if that process has the same fault."""
-    row = Case("dense", "ddp", 2, 1, 3, "fp32", batch=6, steps=1)
+    update of one process's gradients, or of its own with sp. Weights or gradients that are 2e-5 off fail, also if that process has the same
+    fault."""
+    row = Case("dense", "ddp", 2, 1, 3, "fp32", batch=6, steps=1, sp=sp, attention="ulysses")
     expected, own = Expected.of(twin_of(row)), compute(own_order(row), delayed_as=twin_of(row))
     off = {name: weight * (1 + 2e-5) for name, weight in expected.result.weights.items()}
     magnified = replace(expected, result=replace(expected.result, weights=off))
