@@ -69,16 +69,17 @@ def _check_base(run: Run) -> None:
 
 
 def _check_stages(run: Run) -> None:
-    """Raise BadInput if a pipeline rank could have no adapter, so that its optimizer would have nothing to update."""
-    if run.degrees.pp == 1:
+    """Raise BadInput if a pipeline rank could have no adapter with DeepSpeed, whose optimizer would have nothing to update."""
+    if run.degrees.pp == 1 or run.carrier.steps != "elements":
         return
     targets, sparse = run.lora.targets, run.model.layers_with_experts()
     beside_experts = {"dense"} if run.experts.shared or run.experts.residual else set[str]()
     parts = [{"attention", "experts"} | beside_experts if n in sparse else {"attention", "dense"} for n in range(run.model.num_layers)]
     if any(of_layer.isdisjoint(targets) for of_layer in parts):
-        got = f"{written(list(targets))} with degrees.pp={run.degrees.pp}"
-        needed = "adapters in every layer: a stage without them trains nothing"
-        raise BadInput("lora.targets", got=got, needed=needed, fix=Set("it", ["attention", *targets]) | Set("degrees.pp", 1))
+        got = f"{written(list(targets))} with degrees.pp={run.degrees.pp} and {run.carrier.name}"
+        needed = "adapters in every layer: DeepSpeed's optimizer needs a trained weight on every rank"
+        fix = Set("it", ["attention", *targets]) | Set("sharding.kind", "ddp") | Set("degrees.pp", 1)
+        raise BadInput("lora.targets", got=got, needed=needed, fix=fix)
     schedule = schedule_of(run)
     bare = empty_rank([len(part) for part in layers_of(run, schedule)], schedule.homes, ends=False)
     if bare is not None:

@@ -167,6 +167,7 @@ class Transformer(nn.Module):
         self.columns: Callable[[int], slice] | None = None
         self.slices = 1  # number of ranks among which sequences are sharded between layers (tensor.sequence_parallel)
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
+        self.adapted = False  # whether some parameters of the model, here or on another pipeline stage, are LoRA adapters (moe/nn/lora.py)
         self.own_loss: OwnLoss | None = None  # set for training with train.loss: module:name
         self.loss_chunks, self.recast = 1, False  # recast: the head casts its weight again in the backward pass and keeps no copy
         # used for logits that are neither sharded nor chunked; a compiled function can replace it

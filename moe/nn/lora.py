@@ -10,7 +10,7 @@ Blocks (moe/nn/blocks.py), which are dequantized for each product, one expert at
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from moe.nn.blocks import Blocks
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 
 if TYPE_CHECKING:
+    from moe.model.transformer import Transformer
     from moe.recipe.sections import Lora
 
 Value = TypeVar("Value")
@@ -37,36 +38,32 @@ TARGETS = {
 }
 
 
-def adapt(model: nn.Module, lora: Lora) -> None:
+def adapt(model: Transformer, lora: Lora) -> None:
     """Add adapters B and A of rank `lora.rank` to each matrix that `lora.targets` names; with lora.rank 0, to none. Must be called before
     initial values are set."""
+    model.adapted = lora.rank > 0
     patterns = [TARGETS[target] for target in lora.targets] if lora.rank else []
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
             module.adapt(lora.rank, lora.scale)  # type: ignore[operator]
 
 
-def freeze(model: nn.Module) -> None:
-    """Freeze all parameters except the adapters. Without adapters, freeze no parameter."""
-    trainable = trained(name for name, _ in model.named_parameters())
+def freeze(model: Transformer) -> None:
+    """Freeze all parameters except the adapters. If the model was built without adapters, freeze no parameter."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trainable)
+        parameter.requires_grad_(is_adapter(name) or not model.adapted)
 
 
 def is_adapter(name: str) -> bool:
     return _ADAPTER.fullmatch(name.rpartition(".")[2]) is not None
 
 
-def trained(names: Iterable[str]) -> set[str]:
-    """Return the names of the adapters among these parameters, or all names if there is no adapter."""
-    names = set(names)
-    return {name for name in names if is_adapter(name)} or names
-
-
-def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Split a mapping with parameter names as keys: return (entries of trained parameters, entries of frozen parameters)."""
-    trainable = trained(layouts)
-    return {n: v for n, v in layouts.items() if n in trainable}, {n: v for n, v in layouts.items() if n not in trainable}
+def parts(layouts: Mapping[str, Value], model: nn.Module) -> tuple[dict[str, Value], dict[str, Value]]:
+    """Split a mapping with parameter names as keys: return (adapters' entries, other entries). If the Transformer `model` was built without
+    adapters, return (all entries, {}). A pipeline stage can lack adapters that other stages have: then the first dict is empty."""
+    if not model.adapted:
+        return dict(layouts), {}
+    return {n: v for n, v in layouts.items() if is_adapter(n)}, {n: v for n, v in layouts.items() if not is_adapter(n)}
 
 
 def adapted(weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:

@@ -199,7 +199,7 @@ class Expected:
 
     def in_the_order_of(self, case: Case, gradients: dict[str, Tensor]) -> Expected:
         """Return a copy with the result of one process that takes all sums in the same order as `case`. In fp32 only `result.weights` are
-        replaced: by the twin's weights after an update with that process's gradients. With sp they come from `gradients`, those of the case:
+        replaced: by the twin's weights after an update with that process's gradients. With sp they come from `gradients`, the case's own:
         one process computes attention in the ranks' order, but sums each weight's gradient over whole sequences. The tolerance stays the
         same."""
         if rounds(case):

@@ -21,7 +21,7 @@ from moe.data import CorruptedTrain, Dataset, TrainSet, open_data
 from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.data.tokenizer import check_separator
 from moe.model.initialize import global_name
-from moe.nn.lora import trained
+from moe.nn.lora import is_adapter
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
@@ -337,7 +337,8 @@ def trained_parameters(run: Run) -> int:
     """Return the number of trained parameters: of the LoRA adapters if there are any, else of all weights. Modules in train.freeze are
     not counted."""
     layouts = {global_name(name): layout for name, layout in whole_layouts(run).items()}
-    return sum(prod(layouts[name].shape) for name in trained(layouts) if not is_frozen(name, run.train.freeze))
+    trained = is_adapter if run.lora.rank else lambda name: not is_frozen(name, run.train.freeze)
+    return sum(prod(layouts[name].shape) for name in layouts if trained(name))
 
 
 def _tensor(run: Run) -> str:

@@ -75,7 +75,7 @@ def parts(
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
     """Yield (kind, Piece) for all tensors that this rank writes to a checkpoint: shards, each with its position in the whole tensor. If the
     model has LoRA adapters, frozen weights are left out: the base's checkpoint has them. Collective: an engine may gather shards."""
-    for name, layout in adapters_of(engine.layouts)[0].items():
+    for name, layout in adapters_of(engine.layouts, engine.module)[0].items():
         parts = engine.state(name)  # collective, so every rank calls it
         if layout.is_owner(mesh):
             for kind, tensor in parts.items():
@@ -141,8 +141,8 @@ def resume(
         return False
     begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
     now = build_run(recipe)
-    mine, _ = adapters_of(engine.layouts)
-    everywhere, _ = adapters_of(whole or engine.layouts)
+    mine, _ = adapters_of(engine.layouts, engine.module)
+    everywhere, _ = adapters_of(whole or engine.layouts, engine.module)
     kept = _kept(engine, {name: of for name, of in everywhere.items() if not is_frozen(global_name(name), now.train.freeze)})
     fresh = not begun and not all(found.names(kind) for kind in kept)  # converted without some optimizer states: all start at zero
     check_same_parameters(found, global_layouts(everywhere))
@@ -206,9 +206,9 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
     layouts of all parameters of the model, if the engine lacks some: parameters of other pipeline stages, or quantized matrices.
     Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
-    pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
+    pairs = (adapters_of(layouts, engine.module) for layouts in (engine.layouts, whole or engine.layouts))
     # the engine's layouts and the whole model's; with LoRA only frozen parameters' layouts, and none of adapters
-    mine, everywhere = (frozen or trained for trained, frozen in pairs)
+    mine, everywhere = (frozen if engine.module.adapted else trained for trained, frozen in pairs)
     check_same_parameters(found, global_layouts(everywhere), fix=fix, spare=(AHEAD,))
     if {name for name in found.names() if name.startswith(AHEAD)} - global_layouts(everywhere).keys():
         log("blocks of multi-token prediction are left out: the other run has more of them (model.ahead)")

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from moe.nn.context import Context
 from moe.nn.linear import linear_fp32
 from moe.nn.lora import adapt, freeze, is_adapter
 from moe.nn.lora import adapted as joined_with
-from moe.nn.lora import trained as trained_of
 from moe.nn.vocabulary import summed_loss
 from moe.parallelize.build import build, save_memory
 from moe.recipe.changes import function_changes
@@ -94,6 +93,21 @@ def test_three_steps_on_ranks_are_the_plain_twins() -> None:
         assert farthest(ran[0], twin) < 1e-5, case.layout
 
 
+@pytest.mark.usefixtures("three_steps")
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_stage_without_adapters_passes_gradients_on(world: int) -> None:
+    """The first of two stages has no adapters, or the last: targets name only parts of the other, or pipeline.layers gives it no layer."""
+    given: list[dict[str, Any]] = [{"targets": ("experts",)}, {"targets": ("dense",)}, {"stages": (2, 0)}, {"stages": (0, 2)}]
+    varied = ({"schedule": "1f1b"}, {"schedule": "zb_h1"}) if world == 2 else ({"kind": "ddp", "ep": 2}, {"kind": "fsdp"})
+    cases: list[Case] = [
+        replace(Adapted("switch", "ddp", world, 1, 3, "fp32", pp=2), **case, **values) for case in given for values in varied
+    ]
+    for case, ran in run_world(cases, world):
+        assert not isinstance(ran, str), (case.layout, ran)
+        assert isinstance(case, Adapted)
+        assert farthest(ran[0], Adapted("switch", "ddp", 1, 1, 1, "fp32", targets=case.targets)) < 1e-5, case.layout
+
+
 LATENT = Latent(key_rank=10, query_rank=14, rotary_size=4, value_size=5)
 
 
@@ -126,7 +140,7 @@ def test_adapters_begin_as_the_base_and_can_be_merged(compute_dtype: torch.dtype
         adapt(model, lora := Lora(rank=3, alpha=6.0, targets=ALL))
         freeze(model)
         adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        assert adapters.keys() == trained_of(dict(model.named_parameters())) and not adapters.keys() & base.keys()
+        assert adapters.keys() == {name for name, _ in model.named_parameters() if is_adapter(name)} and not adapters.keys() & base.keys()
         attends = {name for name in base if re.search(r"\.(attention|cross)\.(q|k|v|out|\w+_down|\w+_up)\.", name)}
         assert attends == {
             name for name in base if re.search(r"\.(attention|cross)\.", name) and f"{name.removesuffix('.weight')}.lora_a" in adapters
@@ -189,6 +203,23 @@ def test_a_run_keeps_adapters_alone_and_goes_on(kind: str, ranks: int, home: Pat
         assert whole(whole_run / "checkpoints/step-4").names() == Reader(base / "checkpoints/step-6").names()
 
 
+@pytest.mark.parametrize("target", ["dense", "experts"])
+def test_a_run_with_a_stage_without_adapters_is_that_of_one_process_and_continues(
+    target: str, home: Path, base: Path, tmp_path: Path
+) -> None:
+    one, run = (adapted(home, lora={"rank": 2, "targets": [target]}, degrees={"dp": 1, "pp": pp}) for pp in (1, 2))
+    for name, given in (("one", one), ("whole", run)):
+        assert isinstance(trained.train(given, tmp_path / name, ranks=given.degrees.pp, init_from=base)[0], dict)
+    trained.train(run, tmp_path / "cut", ranks=2, init_from=base, before=trained.stop_at(2))
+    assert isinstance(trained.train(run, tmp_path / "cut", ranks=2)[0], dict)
+    assert trained.losses(tmp_path / "cut") == trained.losses(tmp_path / "whole")
+    name = "checkpoints/step-4"
+    assert trained.tensors(tmp_path / "cut" / name) == trained.tensors(tmp_path / "whole" / name)
+    saved = Reader(tmp_path / "whole" / name)
+    assert saved.entries.keys() == Reader(tmp_path / "one" / name).entries.keys() and all(map(is_adapter, saved.names()))
+    trained.close(tmp_path / "whole", tmp_path / "one", rel=1e-6)
+
+
 def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, tmp_path: Path) -> None:
     run = adapted(home, train={"steps": 1, "save_every": 1})
     (said,) = trained.train(run, tmp_path / "a")
@@ -219,6 +250,9 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
     assert manifest["state"]["counters"]["step"] == 6
 
 
+STAGES: dict[str, Any] = {"degrees": {"dp": 1, "pp": 2}, "sharding": {"kind": "zero", "stage": 1}}
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -226,11 +260,11 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
         ({"lora": {"rank": 4, "targets": []}}, "lora.targets: got .., needed some of"),
         ({"lora": {"rank": 4, "targets": ["experts"]}}, "lora.targets: got experts in a dense model"),
         (
-            {"lora": {"rank": 4, "targets": ["experts"]}, "degrees": {"dp": 1, "pp": 2}, "model": {"moe_every": 2}},
-            "lora.targets: got .experts. with degrees.pp=2, needed adapters in every layer.*; fix: set it to .attention, experts.",
+            STAGES | {"lora": {"rank": 4, "targets": ["experts"]}, "model": {"moe_every": 2}},
+            "targets: got .experts. with degrees.pp=2 and zero1, needed adapters in every layer.*; fix: set it to .attention, experts.",
         ),
         (
-            {"lora": {"rank": 4}, "degrees": {"dp": 1, "pp": 2}, "model": {"num_layers": 2}, "pipeline": {"layers": [2, 0]}},
+            STAGES | {"lora": {"rank": 4}, "model": {"num_layers": 2}, "pipeline": {"layers": [2, 0]}},
             "pipeline.layers: got .2, 0., which gives rank 1 of the pipeline no layer and so no adapters to train",
         ),
         ({"lora": {"rank": 4}, "tiling": {"ffn": 2}}, "tiling.ffn: got 2 with lora.rank=4"),
