@@ -111,14 +111,11 @@ def _adapters(network: Network, plan: Plan) -> Iterator[str]:
         yield f"degrees.etp={plan.etp} does not go with lora.base={network.adapters.blocks}"
     if plan.tp > 1 and network.blocks("attention"):
         yield f"degrees.tp={plan.tp} does not go with lora.base=fp8_all"
-    if plan.pp > 1 and not all(network.adapts(layer) for layer in range(network.depth)):
-        yield f"degrees.pp={plan.pp} needs LoRA adapters in every layer"
-    if (
-        plan.schedule in SCHEDULES
-        and plan.pp > 1
-        and plan.stage_layers
-        and empty_rank(plan.stage_layers, homes_of(plan), ends=False) is not None
-    ):
+    if plan.pp == 1 or plan.carrier.steps != "elements":
+        return
+    if not all(network.adapts(layer) for layer in range(network.depth)):
+        yield f"degrees.pp={plan.pp} with {plan.engine} needs LoRA adapters in every layer"
+    if plan.schedule in SCHEDULES and plan.stage_layers and empty_rank(plan.stage_layers, homes_of(plan), ends=False) is not None:
         yield "pipeline.layers leaves a rank of the pipeline without layers, and so without adapters"
 
 

@@ -254,9 +254,10 @@ class Network:
     @cached_property
     def unreached(self) -> int:
         """Number of leading layers that the backward pass does not reach, because they and everything before them are frozen."""
-        if "embedding" not in self.frozen or self.learned_positions or self.encoder is not None:
+        if self.encoder is not None or self.adapters is None and ("embedding" not in self.frozen or self.learned_positions):
             return 0
-        return next((index for index in range(self.layers) if index not in self.frozen_layers), self.layers)
+        trained = self.adapts if self.adapters is not None else lambda index: index not in self.frozen_layers
+        return next(filter(trained, range(self.layers)), self.layers)
 
     @property
     def head(self) -> Literal["embedding", "head"]:

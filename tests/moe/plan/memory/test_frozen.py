@@ -77,18 +77,23 @@ def test_the_fullest_stage_is_found_by_its_trained_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("freeze", "kind", "works"),
+    ("given", "kind", "refused"),
     [
-        (["layers.0"], "zero", False),
-        (["attention", "norms"], "zero", False),
-        (["attention", "dense"], "zero", True),
-        (["layers.0"], "ddp", True),
+        ({"train": {"freeze": ["layers.0"]}}, "zero", "train.freeze: got .* and zero1"),
+        ({"train": {"freeze": ["attention", "norms"]}}, "zero", "train.freeze: got .* and zero1"),
+        ({"train": {"freeze": ["attention", "dense"]}}, "zero", ""),
+        ({"train": {"freeze": ["layers.0"]}}, "ddp", ""),
+        ({"lora": {"rank": 2, "targets": ["experts"]}}, "zero", "lora.targets: got .* and zero1"),
+        ({"lora": {"rank": 2, "targets": ["experts"]}}, "ddp", ""),
+        ({"lora": {"rank": 2}, "pipeline": {"layers": [4, 0]}}, "zero", "pipeline.layers: got .* no adapters to train"),
+        ({"lora": {"rank": 2}, "pipeline": {"layers": [4, 0]}}, "ddp", ""),
     ],
 )
-def test_stages_without_trained_weights_are_refused_by_planner_and_checks(freeze: list[str], kind: str, works: bool) -> None:
+def test_stages_without_trained_weights_are_refused_by_planner_and_checks(given: dict[str, Any], kind: str, refused: str) -> None:
     """DeepSpeed's optimizer cannot be empty."""
-    values = {"model": SMALL | {"vocab_size": 256}, "degrees": {"pp": 2}, "pipeline": {"microbatches": 4}, "sharding": {"kind": kind}}
-    run = build_run(values | {"train": {"global_batch": 4, "eval_sequences": 4, "freeze": freeze}})
-    assert (refusal(network_of(run), plan_of(run.resolve(2))) is None) == works
-    with nullcontext() if works else pytest.raises(BadInput, match="train.freeze: got .* and zero1"):
+    base = {"model": SMALL | {"vocab_size": 256, "moe_every": 2}, "degrees": {"pp": 2}, "sharding": {"kind": kind}, **given}
+    base["pipeline"] = {"microbatches": 4} | given.get("pipeline", {})
+    run = build_run(base | {"train": {"global_batch": 4, "eval_sequences": 4} | given.get("train", {})})
+    assert (refusal(network_of(run), plan_of(run.resolve(2))) is None) == (not refused)
+    with pytest.raises(BadInput, match=refused) if refused else nullcontext():
         check_run(run, 2)
