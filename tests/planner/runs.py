@@ -54,6 +54,10 @@ CASES: dict[str, dict[str, Any]] = {
         **{"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 2, "tied_embeddings": False}, **EXPERTS},
         **{"train": {"freeze": ["embedding", "experts", "layers.0"]}},
     },
+    "frozen stage": {
+        **{"degrees": {"dp": 1, "pp": 2}, "model": {"tied_embeddings": False}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
+        **{"train": {"freeze": ["embedding", "layers.0"]}},
+    },
     "lora": {"degrees": {"dp": 2}, "lora": {"rank": 4}},
     "lora ep 2": {
         **{"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 1}, **EXPERTS, "experts": {"num_experts": 16}},

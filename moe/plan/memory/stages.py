@@ -17,7 +17,7 @@ from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan, repeats
 from moe.plan.memory.kept import between_halves, cast_weights, inputs_kept, recompute_of
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.temporary import NOTHING, LayerBytes, layer_bytes, outside_of
+from moe.plan.memory.temporary import NOTHING, LayerBytes, forward_alone, layer_bytes, outside_of
 from parallel.pipeline.simulator.held import InFlight, RankPeaks
 
 # settings of a plan on which the size of a layer depends, in addition to the layer's recompute
@@ -139,7 +139,7 @@ class Stages:
             own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
             made = layer_bytes(run, own, self.stack, kind[1])
             made = replace(made, kept=made.kept + (cast_weights(n, self.plan, index) if self.casts else 0.0))
-            self.kinds[kind] = replace(made, kept=0.0, pending=0.0, work=0.0, work_of_i=0.0, work_of_w=0.0) if index < n.unreached else made
+            self.kinds[kind] = forward_alone(run, own, self.stack, made, sparse=kind[1]) if index < n.unreached else made
         return self.kinds[kind]
 
     def layers_in(self, number: int) -> list[LayerBytes]:

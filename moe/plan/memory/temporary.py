@@ -8,7 +8,7 @@ trainer, only the maximum over all points is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -191,6 +191,22 @@ def layer_bytes(network: Network, plan: Plan, stack: Stack, sparse: bool) -> Lay
     work, work_of_i = (at_layer(*of, matrix_gradient=size) for size in (work_of_w, 0.0))
     sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse and not _apart(network) else 0.0
     return LayerBytes(elements, at_once, matrix, *sizes)
+
+
+def forward_alone(network: Network, plan: Plan, stack: Stack, of: LayerBytes, *, sparse: bool) -> LayerBytes:
+    """Return the sizes `of` a layer for one that the backward pass does not reach: it keeps nothing. Its forward pass needs temporary
+    tensors: with a gate four of the hidden size (both matrix products, the activation, and the product of activation and gate), without a
+    gate two; and five of the model's width (the layer's input, the sum with attention's output, the norm's output, a message from and one
+    to another stage). Experts also need their rows, before and after."""
+    at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
+    if e is not None and sparse:
+        rows, gated = most_rows(network, plan), e.gated
+        wide, hidden = 2 * rows * network.width, rows * e.hidden / plan.etp
+    else:
+        wide, gated, hidden = 0.0, network.gated, at.inside * network.hidden
+    scores = 2 * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
+    work = c * (max((4 if gated else 2) * hidden + wide, scores) + 5 * network.width * at.between)
+    return replace(of, kept=0.0, pending=0.0, work=work, work_of_i=work, work_of_w=0.0)
 
 
 @dataclass(frozen=True, eq=False)
