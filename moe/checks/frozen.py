@@ -69,7 +69,7 @@ def _check_base(run: Run) -> None:
 
 
 def _check_stages(run: Run) -> None:
-    """Raise BadInput if a pipeline rank could have no adapter with DeepSpeed, whose optimizer would have nothing to update."""
+    """Raise BadInput with DeepSpeed if a pipeline rank could have no adapter, because its optimizer would have nothing to update."""
     if run.degrees.pp == 1 or run.carrier.steps != "elements":
         return
     targets, sparse = run.lora.targets, run.model.layers_with_experts()

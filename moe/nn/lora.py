@@ -21,7 +21,6 @@ from moe.nn.blocks import Blocks
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 
 if TYPE_CHECKING:
-    from moe.model.transformer import Transformer
     from moe.recipe.sections import Lora
 
 Value = TypeVar("Value")
@@ -38,20 +37,19 @@ TARGETS = {
 }
 
 
-def adapt(model: Transformer, lora: Lora) -> None:
+def adapt(model: nn.Module, lora: Lora) -> None:
     """Add adapters B and A of rank `lora.rank` to each matrix that `lora.targets` names; with lora.rank 0, to none. Must be called before
     initial values are set."""
-    model.adapted = lora.rank > 0
     patterns = [TARGETS[target] for target in lora.targets] if lora.rank else []
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
             module.adapt(lora.rank, lora.scale)  # type: ignore[operator]
 
 
-def freeze(model: Transformer) -> None:
-    """Freeze all parameters except the adapters. If the model was built without adapters, freeze no parameter."""
+def freeze(model: nn.Module) -> None:
+    """Freeze all parameters except the adapters."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name) or not model.adapted)
+        parameter.requires_grad_(is_adapter(name))
 
 
 def is_adapter(name: str) -> bool:
@@ -59,8 +57,8 @@ def is_adapter(name: str) -> bool:
 
 
 def parts(layouts: Mapping[str, Value], model: nn.Module) -> tuple[dict[str, Value], dict[str, Value]]:
-    """Split a mapping with parameter names as keys: return (adapters' entries, other entries). If the Transformer `model` was built without
-    adapters, return (all entries, {}). A pipeline stage can lack adapters that other stages have: then the first dict is empty."""
+    """Split a mapping with parameter names as keys: return (adapters' entries, other entries). If `model`, a Transformer, was built
+    without adapters, return (all entries, {}). A pipeline stage can lack adapters that other stages have: then the first dict is empty."""
     if not model.adapted:
         return dict(layouts), {}
     return {n: v for n, v in layouts.items() if is_adapter(n)}, {n: v for n, v in layouts.items() if not is_adapter(n)}

@@ -43,6 +43,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
         compute = DTYPES.get(run.precision.compute, torch.float32)
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
         adapt(model, run.lora)
+        model.adapted = run.lora.rank > 0
         save_memory(model, recompute=run.recompute, tiling=run.tiling)
         model.to(DTYPES[run.precision.master])
     if run.carrier.by_module or run.degrees.tp > 1:
@@ -82,7 +83,8 @@ def build(
     else:
         cut(model, setup_of(run, model, layouts, mesh), device, first.fill)
         zero_buffers(model, device=device)
-    freeze(model)
+    if model.adapted:
+        freeze(model)
     for name, parameter in model.named_parameters():
         if is_frozen(global_name(name), run.train.freeze):
             parameter.requires_grad_(False)
