@@ -3,8 +3,8 @@ result, and the five deviations in its table row: how far its losses, gradients 
 
     fp32           the plain twin in float64: a second implementation of training (twin.py). Tolerance 1e-5 for each number. Adam divides a
                    gradient near 0 by its own size, so it magnifies the rounding of gradients. So if a case fails, its weights are compared
-                   again, with an update from gradients that one process sums in the order of the case's ranks, or with sp from the
-                   case's own gradients. The case's gradients are still compared with the float64 twin
+                   again, with an update from gradients that one process sums in the order of the case's ranks. The case's gradients
+                   are still compared with the float64 twin. With sp: `Expected.in_the_order_of`
     bf16, fp16     the trainer on one process in that precision. Tolerance: twice the largest deviation between such runs that add the terms
                    of sums in different orders (`reorderings`). If a case fails, it is compared with one process that sums in the order of
                    the case's ranks. Each number and gradient must also be near the float64 twin (`Bound`). Only this comparison finds an
@@ -197,15 +197,26 @@ class Expected:
         tolerance = {number: max(FP32_TOLERANCE, *(2 * other[number] for other in others)) for number in NUMBERS}
         return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
-    def in_the_order_of(self, case: Case, gradients: dict[str, Tensor]) -> Expected:
-        """Return a copy with the result of one process that takes all sums in the same order as `case`. In fp32 only `result.weights` are
-        replaced: by the twin's weights after an update with that process's gradients. With sp they come from `gradients`, the case's own:
-        one process computes attention in the ranks' order, but sums each weight's gradient over whole sequences. The tolerance stays the
-        same."""
+    def in_the_order_of(self, case: Case, gradients: dict[str, Tensor]) -> Iterator[Expected]:
+        """Yield copies with which a case that fails is compared again; it must pass one. gradients: the case's own.
+
+        The first has the result of one process that takes all sums in the same order as `case`. In fp32 only `result.weights` are replaced:
+        by the twin's weights after an update with that process's gradients. The tolerance stays the same.
+
+        That process cannot sum a weight's gradient in the order of sequence slices. So an fp32 case with sp gets a second copy, with the
+        twin's weights after an update with `gradients`. In exchange, `gradients` may deviate by at most twice as much as that process's."""
+        one = compute(own_order(case), delayed_as=self.twin)
         if rounds(case):
-            return replace(self, result=compute(own_order(case), delayed_as=self.twin))
-        own = gradients if case.sp > 1 else compute(own_order(case), delayed_as=self.twin).gradients
-        return replace(self, result=replace(self.result, weights=self.result.weights | updated(case, own)))
+            yield replace(self, result=one)
+            return
+        yield self._updated(case, one.gradients)
+        if case.sp > 1:
+            limit = min(self.tolerance["gradient"], 2 * max(gradient_deviations(one.gradients, self.result.gradients).values()))
+            yield replace(self._updated(case, gradients), tolerance=self.tolerance | {"gradient": limit})
+
+    def _updated(self, case: Case, gradients: dict[str, Tensor]) -> Expected:
+        """Return a copy with the twin's weights after an update with `gradients`."""
+        return replace(self, result=replace(self.result, weights=self.result.weights | updated(case, gradients)))
 
 
 def _of_values(twin: Case) -> Expected:

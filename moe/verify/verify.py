@@ -145,8 +145,8 @@ def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
         return row
     # compare again, with one process that adds in this layout's order: another order of sums may send a token that is nearly tied between
     # two experts to the other expert
-    again = _row(case, ran, expected.in_the_order_of(case, ran[0].gradients))
-    return again if again["passed"] else row
+    again = (_row(case, ran, other) for other in expected.in_the_order_of(case, ran[0].gradients))
+    return next((found for found in again if found["passed"]), row)
 
 
 def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
