@@ -254,9 +254,11 @@ class Network:
     @cached_property
     def unreached(self) -> int:
         """Number of leading layers that the backward pass does not reach, because they and everything before them are frozen."""
-        if self.encoder is not None or self.adapters is None and ("embedding" not in self.frozen or self.learned_positions):
+        lora = self.adapters is not None
+        begins_trained = not lora and ("embedding" not in self.frozen or self.learned_positions)
+        if begins_trained or self.encoder is not None:
             return 0
-        trained = self.adapts if self.adapters is not None else lambda index: index not in self.frozen_layers
+        trained = self.adapts if lora else lambda index: index not in self.frozen_layers
         return next(filter(trained, range(self.layers)), self.layers)
 
     @property

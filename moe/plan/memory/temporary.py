@@ -70,9 +70,15 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
     if network.buckets and plan.sp == 1 and stack.biased == "fused":
         scores = _of_bias(network, plan, stack, index)
     else:
-        scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
+        scores = _scores(network, plan, stack)
     wide = max(wide, DECODING["fp8"].temporary * _widest_decoded(network, sparse=sparse))
     return again + max(wide, scores) + 2 * c * network.width * at.between + _gathered_input(network, plan, stack)
+
+
+def _scores(network: Network, plan: Plan, stack: Stack) -> float:
+    """Bytes of two tensors of attention scores; 0 if attention makes no such tensor."""
+    one = plan.compute_bytes * network.heads * network.length * tokens_of(network, plan, stack).inside
+    return 2 * one if stack.core == "scores" or keeps_scores(plan) else 0.0
 
 
 def _widest_decoded(network: Network, *, sparse: bool) -> float:
@@ -204,8 +210,7 @@ def forward_alone(network: Network, plan: Plan, stack: Stack, of: LayerBytes, *,
         wide, hidden = 2 * rows * network.width, rows * e.hidden / plan.etp
     else:
         wide, gated, hidden = 0.0, network.gated, at.inside * network.hidden
-    scores = 2 * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
-    work = c * (max((4 if gated else 2) * hidden + wide, scores) + 5 * network.width * at.between)
+    work = max(c * ((4 if gated else 2) * hidden + wide), _scores(network, plan, stack)) + 5 * c * network.width * at.between
     return replace(of, kept=0.0, pending=0.0, work=work, work_of_i=work, work_of_w=0.0)
 
 
